@@ -1,0 +1,83 @@
+"""Every limit of the pool, and the checks that keep arguments inside the contract's domains.
+
+Why: Python ints have no bound and shared memory has no exceptions. What enters the engine is
+checked here, before any lock is taken and any state changes. A failed check is a mistake in the
+caller's program (`TypeError`, `ValueError`), never one of `shmcache.errors`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+U64_MAX: Final = (1 << 64) - 1
+USIZE_MAX: Final = U64_MAX
+I64_MIN: Final = -(1 << 63)
+I64_MAX: Final = (1 << 63) - 1
+I32_MIN: Final = -(1 << 31)
+I32_MAX: Final = (1 << 31) - 1
+
+# Tables of one pool, fixed at its creation. A limit is what the segment layout can address.
+OWNERS_MAX_DEFAULT: Final = 64
+OWNERS_MAX_LIMIT: Final = 1024
+MANAGERS_MAX_DEFAULT: Final = 1024
+MANAGERS_MAX_LIMIT: Final = 65536
+RESERVATIONS_MAX_DEFAULT: Final = 8192
+RESERVATIONS_MAX_LIMIT: Final = 1 << 20
+BLOCKS_MAX_LIMIT: Final = 1 << 24
+
+# Below this a pool has no arena: one page per block and its tables would cost more than they hold.
+ARENA_BYTES_MIN: Final = 64 << 10
+
+LOCK_DEADLINE_NS: Final = 10_000_000_000
+LOCK_SLICE_NS: Final = 50_000_000
+
+SEGMENT_PREFIX: Final = "shmcache."
+# Room for the prefix and the suffix of a temporary name within the 255 bytes of a file name.
+POOL_NAME_BYTES_MAX: Final = 100
+_POOL_NAME = re.compile(rf"(?!\.)[A-Za-z0-9._-]{{1,{POOL_NAME_BYTES_MAX}}}")
+
+
+def u64(value: object, what: str) -> int:
+    """`value`, if it is a byte count, id, counter, generation or clock."""
+    if type(value) is int and 0 <= value <= U64_MAX:
+        return value
+    return bounded(value, what, 0, U64_MAX)
+
+
+def usize(value: object, what: str) -> int:
+    """`value`, if it is an index, count, capacity or rank."""
+    if type(value) is int and 0 <= value <= USIZE_MAX:
+        return value
+    return bounded(value, what, 0, USIZE_MAX)
+
+
+def i64(value: object, what: str) -> int:
+    """`value`, if it is a token position."""
+    return bounded(value, what, I64_MIN, I64_MAX)
+
+
+def i32(value: object, what: str) -> int:
+    """`value`, if it is a block size in tokens or a tensor dimension."""
+    return bounded(value, what, I32_MIN, I32_MAX)
+
+
+def bounded(value: object, what: str, low: int, high: int) -> int:
+    """`value` as a plain int, if it is one (`bool` is not) with low <= value <= high."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} must be an int, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{what} must be between {low} and {high}, not {value}")
+    return int(value)
+
+
+def pool_name(value: object) -> str:
+    """`value`, if it can name a pool: it becomes part of a file name and of a command line."""
+    if not isinstance(value, str):
+        raise TypeError(f"a pool name must be a str, not {type(value).__name__}")
+    if not _POOL_NAME.fullmatch(value):
+        raise ValueError(
+            f"a pool name has 1 to {POOL_NAME_BYTES_MAX} of the characters A-Z a-z 0-9 . _ - "
+            f"and does not start with a dot, unlike {value!r}"
+        )
+    return value
