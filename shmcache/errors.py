@@ -116,19 +116,15 @@ def _comparable(value: object) -> object:
 _Variant = TypeVar("_Variant", bound=ContractError)
 
 
-def prose() -> Any:
-    """The payload field `message`: free wording, shown but no part of equality."""
-    return field(default="", compare=False)
-
-
-@dataclass_transform(eq_default=False, field_specifiers=(field, prose))
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
 def variant(
     text: str, *, hint: str = "", cause: str = ""
 ) -> Callable[[type[_Variant]], type[_Variant]]:
     """Make the class a variant of its base: its annotations are the payload.
 
     `text` is one factual line and `hint` says what to do next; together they name every payload
-    field (checked here, once). `cause` names the payload field that is also `__cause__`.
+    field (checked here, once). A `message` of free wording is declared `field(default="",
+    compare=False)`: shown after the text, no part of equality. `cause` names the payload field that is also `__cause__`.
     """
 
     def declare(cls: type[_Variant]) -> type[_Variant]:
@@ -136,6 +132,7 @@ def variant(
         names = [name for name, value in vars(family).items() if value == cls.__name__]
         if len(names) != 1:
             raise TypeError(f"{family.__name__} does not list {cls.__name__}")
+        cls.__doc__ = cls.__doc__ or f"{text}."
         made = dataclass(eq=False, repr=False)(cls)
         payload = fields(cast("Any", made))
         made._compared = tuple(f.name for f in payload if f.compare)
@@ -174,7 +171,7 @@ class _PoolInvalidLimits(CachePoolError):
     """`code` is `device_bytes_zero` or `transfer_in_flight_bytes_zero`."""
 
     code: str
-    message: str = prose()
+    message: str = field(default="", compare=False)
 
 
 @variant("manager {manager} is already registered", hint="pass None to be given a free id")

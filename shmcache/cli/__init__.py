@@ -1,0 +1,1 @@
+"""The `shmcache` command: the public API for a terminal. Nothing imports it."""
