@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import random
+import re
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -130,9 +131,9 @@ def _remove(name: str) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """False when a process outside this run maps the segment: somebody else works here too."""
-    if RUN in path.name:
-        return True
+    """False for another test run's name, and when a process outside this run maps the segment."""
+    if named := re.search(r"test-\d+-", path.name):
+        return named[0] == RUN
     family = _children() | {os.getpid()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
