@@ -66,7 +66,7 @@ class ContractError(Exception):
     Only variants are raised: a family has no payload that would say what happened.
     """
 
-    _compared: ClassVar[tuple[str, ...]] = ()
+    _payload: ClassVar[tuple[str, ...]] = ()
     _prose: ClassVar[tuple[str, ...]] = ()
     _text: ClassVar[str] = ""
     _hint: ClassVar[str] = ""
@@ -76,7 +76,7 @@ class ContractError(Exception):
         raise TypeError(f"{type(self).__qualname__} is a family, raise one of its variants")
 
     def __post_init__(self) -> None:
-        self.args = tuple(getattr(self, name) for name in self._compared + self._prose)
+        self.args = tuple(getattr(self, name) for name in self._payload)
         if self._cause:
             self.__cause__ = getattr(self, self._cause)
 
@@ -103,7 +103,8 @@ class ContractError(Exception):
         return hash((type(self), self._identity()))
 
     def _identity(self) -> tuple[object, ...]:
-        return tuple(_comparable(getattr(self, name)) for name in self._compared)
+        compared = (name for name in self._payload if name not in self._prose)
+        return tuple(_comparable(getattr(self, name)) for name in compared)
 
 
 def _comparable(value: object) -> object:
@@ -124,7 +125,8 @@ def variant(
 
     `text` is one factual line and `hint` says what to do next; together they name every payload
     field (checked here, once). A `message` of free wording is declared `field(default="",
-    compare=False)`: shown after the text, no part of equality. `cause` names the payload field that is also `__cause__`.
+    compare=False)`: shown after the text, no part of equality. `cause` names the payload field
+    that is also `__cause__`.
     """
 
     def declare(cls: type[_Variant]) -> type[_Variant]:
@@ -135,11 +137,11 @@ def variant(
         cls.__doc__ = cls.__doc__ or f"{text}."
         made = dataclass(eq=False, repr=False)(cls)
         payload = fields(cast("Any", made))
-        made._compared = tuple(f.name for f in payload if f.compare)
+        made._payload = tuple(f.name for f in payload)
         made._prose = tuple(f.name for f in payload if not f.compare)
         made._text, made._hint, made._cause = text, hint, cause
         shown = {name for _, name, _, _ in _TEXT.parse(text + hint)}
-        if unnamed := set(made._compared) - shown:
+        if unnamed := set(made._payload) - set(made._prose) - shown:
             raise TypeError(f"the text of {cls.__name__} does not name {sorted(unnamed)}")
         made.__name__ = names[0]
         made.__qualname__ = f"{family.__qualname__}.{names[0]}"

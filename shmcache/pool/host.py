@@ -110,28 +110,20 @@ def _host_free_bytes(meminfo: str) -> int | None:
 
 
 class _Hierarchy(NamedTuple):
-    """How to find the mount of a kind of memory cgroup, and what its files are called."""
+    """What a kind of memory cgroup calls itself in /proc/self/cgroup, and its files."""
 
-    filesystem: str
     controller: str
     limit: str
     usage: str
     droppable: str
 
 
-_V2 = _Hierarchy("cgroup2", "", "memory.max", "memory.current", "inactive_file")
-_V1 = _Hierarchy(
-    "cgroup",
-    "memory",
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    "total_inactive_file",
-)
+_V2 = _Hierarchy("", "memory.max", "memory.current", "inactive_file")
+_V1 = _Hierarchy("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 class _Mount(NamedTuple):
     filesystem: str
-    controllers: frozenset[str]
     root: str
     point: Path
 
@@ -139,14 +131,13 @@ class _Mount(NamedTuple):
 def _memory_cgroups(proc: Path, cgroup_root: Path) -> Iterator[tuple[int, str]]:
     """(free bytes, limit file) of every limited cgroup above this process, in both hierarchies.
 
-    A hybrid host mounts both and has the memory controller on one: the other has no limit files.
+    Only the memory controller has limit files. A hybrid host mounts both hierarchies and has the
+    controller on one; the mounts of the other, and of other controllers, are found without any.
     """
     paths = _own_paths(_read(proc / "self" / "cgroup"))
     mounts = _cgroup_mounts(_read(proc / "self" / "mountinfo"))
     for mount in mounts:
         hierarchy = _V2 if mount.filesystem == "cgroup2" else _V1
-        if hierarchy.controller and hierarchy.controller not in mount.controllers:
-            continue
         point = _relocate(mount.point, cgroup_root)
         for directory in _levels(point, mount.root, paths.get(hierarchy.controller, "/")):
             free_bytes = _free_bytes(directory, hierarchy)
@@ -169,10 +160,9 @@ def _cgroup_mounts(text: str) -> list[_Mount]:
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         left, right = before.split(" "), after.split(" ")
-        if len(left) < 6 or len(right) < 3 or right[0] not in ("cgroup", "cgroup2"):
+        if len(left) < 6 or right[0] not in ("cgroup", "cgroup2"):
             continue
-        controllers = frozenset(right[2].split(","))
-        mounts.append(_Mount(right[0], controllers, _unescape(left[3]), Path(_unescape(left[4]))))
+        mounts.append(_Mount(right[0], _unescape(left[3]), Path(_unescape(left[4]))))
     return mounts
 
 
@@ -182,11 +172,9 @@ def _unescape(field: str) -> str:
 
 
 def _relocate(point: Path, cgroup_root: Path) -> Path:
-    return (
-        cgroup_root / point.relative_to(_CGROUP_ROOT)
-        if point.is_relative_to(_CGROUP_ROOT)
-        else point
-    )
+    if point.is_relative_to(_CGROUP_ROOT):
+        return cgroup_root / point.relative_to(_CGROUP_ROOT)
+    return point
 
 
 def _levels(point: Path, root: str, path: str) -> Iterator[Path]:
@@ -225,5 +213,5 @@ def _read(path: Path) -> str:
     """The file as text, empty if it cannot be read: each caller says what that means."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in a path
         return ""
