@@ -1,0 +1,208 @@
+/* operations.c: one request is one critical section.
+ *
+ * Contract    shmc_perform() is the only entry that takes the lock. It refuses before the lock
+ *             what must not run (a forked handle), and under it what the pool's state or the
+ *             caller's owner slot does not allow; everything else is in accounts.c, owners.c and
+ *             check.c.
+ * Concurrency The GIL may be held: without a wait the call lasts microseconds.
+ * Death       As in the file that does the work. Dying after the unlock and before the wake
+ *             leaves waiters to their next slice.
+ * Errors      SHMC_CORRUPT becomes a poisoned pool here, and only here.
+ */
+#include "atomics.h"
+#include "internal.h"
+
+static bool needs_owner(enum shmc_operation operation)
+{
+    switch (operation) {
+    case SHMC_OP_REGISTER:
+    case SHMC_OP_UPDATE:
+    case SHMC_OP_RESERVE:
+    case SHMC_OP_RELEASE_MANAGER:
+    case SHMC_OP_RELEASE_RESERVATION:
+    case SHMC_OP_PUBLISH_AND_RELEASE:
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* Marks the pool as replaced, unless an owner attached since the caller looked at all of them. */
+static enum shmc_status retire(struct shmc_handle *handle, const struct shmc_request *request)
+{
+    if (request->attach_seq != UINT64_MAX && request->attach_seq != handle->control->attach_seq)
+        return SHMC_OWNERS_CHANGED;
+    return shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED)
+               ? SHMC_OK
+               : SHMC_STALE;
+}
+
+static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request *request)
+{
+    switch (request->operation) {
+    case SHMC_OP_JOIN:
+        return shmc_owners_join(handle);
+    case SHMC_OP_REGISTER:
+        return shmc_accounts_register(handle, request);
+    case SHMC_OP_UPDATE:
+        return shmc_accounts_update(handle, request);
+    case SHMC_OP_RESERVE:
+        return shmc_accounts_reserve(handle, request);
+    case SHMC_OP_RELEASE_MANAGER:
+        return shmc_accounts_release_manager(handle, handle->slot, request->token);
+    case SHMC_OP_RELEASE_RESERVATION:
+        return shmc_accounts_release_reservation(handle, handle->slot, request->token);
+    case SHMC_OP_PUBLISH_AND_RELEASE:
+        return shmc_accounts_publish_and_release(handle, request);
+    case SHMC_OP_REPORT:
+        shmc_accounts_report(handle, &request->report);
+        return SHMC_OK;
+    case SHMC_OP_HELD:
+        return shmc_accounts_held(handle, request->held_rows);
+    case SHMC_OP_RECLAIM_BEGIN:
+        return shmc_owners_reclaim_begin(handle, request);
+    case SHMC_OP_RECLAIM_STEP:
+        return shmc_owners_reclaim_step(handle, request);
+    case SHMC_OP_RETIRE:
+        return retire(handle, request);
+    default:
+        return SHMC_STALE;
+    }
+}
+
+/* What the pool's state and the caller's slot say before anything is done. */
+static enum shmc_status admission(const struct shmc_handle *handle, enum shmc_operation operation)
+{
+    enum shmc_pool_state state = shmc_pool_state(handle);
+    if (state == SHMC_POOL_RETIRED)
+        return SHMC_RETIRED;
+    if (state != SHMC_POOL_ACTIVE)
+        return SHMC_POISONED;
+    if (!needs_owner(operation))
+        return SHMC_OK;
+    if (handle->slot == SHMC_NO_SLOT)
+        return SHMC_NOT_JOINED;
+    const struct shmc_owner *owner = &handle->owners[handle->slot];
+    bool mine = owner->nonce == handle->nonce && owner->state == SHMC_OWNER_ACTIVE;
+    return mine ? SHMC_OK : SHMC_LOST_SLOT;
+}
+
+static bool any_waiter(const struct shmc_handle *handle)
+{
+    uint64_t bits = 0;
+    for (uint32_t word = 0; word * 64 < handle->header.geometry.owners_max; word++)
+        bits |= shmc_load_relaxed(&handle->gate->waiters[word]);
+    return bits != 0;
+}
+
+static bool gives_back(const struct shmc_request *request)
+{
+    switch (request->operation) {
+    case SHMC_OP_UPDATE:
+    case SHMC_OP_RELEASE_MANAGER:
+    case SHMC_OP_RELEASE_RESERVATION:
+    case SHMC_OP_PUBLISH_AND_RELEASE:
+    case SHMC_OP_RECLAIM_STEP:
+        return true;
+    default:
+        return false;
+    }
+}
+
+enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *request,
+                              uint64_t wait_ns)
+{
+    if (!shmc_is_mine(handle))
+        return SHMC_FORKED;
+    enum shmc_status status = shmc_lock(handle, wait_ns);
+    if (status != SHMC_OK)
+        return status;
+    if (request->operation == SHMC_OP_CHECK) {
+        shmc_check(handle, request); /* in any state: it is how people learn what is wrong */
+        if (request->problems_count != 0)
+            shmc_poison(handle);
+        shmc_unlock(handle);
+        return SHMC_OK;
+    }
+    status = admission(handle, request->operation);
+    if (status == SHMC_OK)
+        status = dispatch(handle, request);
+    if (status == SHMC_CORRUPT) {
+        shmc_poison(handle);
+        status = SHMC_POISONED;
+    }
+    shmc_unlock(handle);
+    if (gives_back(request) && any_waiter(handle)) {
+        shmc_add32_seq_cst(&handle->gate->release_counter, 1);
+        shmc_os_futex_wake_all(&handle->gate->release_counter);
+    }
+    return status;
+}
+
+/* ---- waiting for capacity ------------------------------------------------------------------ */
+
+void shmc_waiter_set(struct shmc_handle *handle, bool waiting)
+{
+    if (!shmc_is_mine(handle) || handle->slot == SHMC_NO_SLOT)
+        return;
+    uint64_t *word = &handle->gate->waiters[handle->slot / 64];
+    uint64_t bit = 1ull << (handle->slot % 64);
+    if (waiting)
+        shmc_or_seq_cst(word, bit);
+    else
+        shmc_and_seq_cst(word, ~bit);
+}
+
+uint32_t shmc_release_counter(const struct shmc_handle *handle)
+{
+    return shmc_is_mine(handle) ? shmc_load32_acquire(&handle->gate->release_counter) : 0;
+}
+
+void shmc_wait_release(struct shmc_handle *handle, uint32_t seen, uint64_t wait_ns)
+{
+    if (shmc_is_mine(handle))
+        shmc_os_futex_wait(&handle->gate->release_counter, seen, wait_ns);
+}
+
+/* ---- names of statuses, for the binding and for people ------------------------------------------
+ */
+
+const char *shmc_status_name(enum shmc_status status)
+{
+    static const char *const names[] = {
+#define SHMC_STATUS_NAME(name, retry, meaning) #name,
+        SHMC_STATUS_TABLE(SHMC_STATUS_NAME)
+#undef SHMC_STATUS_NAME
+    };
+    return status < SHMC_STATUS_COUNT ? names[status] : "?";
+}
+
+bool shmc_status_retry(enum shmc_status status)
+{
+    static const bool retries[] = {
+#define SHMC_STATUS_RETRY(name, retry, meaning) retry,
+        SHMC_STATUS_TABLE(SHMC_STATUS_RETRY)
+#undef SHMC_STATUS_RETRY
+    };
+    return status < SHMC_STATUS_COUNT && retries[status];
+}
+
+const char *shmc_check_name_text(enum shmc_check_name check)
+{
+    static const char *const names[] = {
+#define SHMC_REFUSAL_NAME(name) #name,
+        SHMC_REFUSAL_TABLE(SHMC_REFUSAL_NAME)
+#undef SHMC_REFUSAL_NAME
+    };
+    return check < SHMC_CHECK_COUNT ? names[check] : "?";
+}
+
+const char *shmc_problem_text(enum shmc_problem_kind kind)
+{
+    static const char *const texts[] = {
+#define SHMC_PROBLEM_TEXT(name, text) text,
+        SHMC_PROBLEM_TABLE(SHMC_PROBLEM_TEXT)
+#undef SHMC_PROBLEM_TEXT
+    };
+    return kind < SHMC_PROBLEM_KINDS ? texts[kind] : "?";
+}

@@ -1,0 +1,86 @@
+/* os.h: the operating system as the engine sees it. os_linux.c is the only file with system calls.
+ *
+ * Every function either succeeds, says no in its result, or leaves errno; none retries for ever and
+ * none is called while the segment's lock is held.
+ */
+#ifndef SHMC_OS_H
+#define SHMC_OS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+struct shmc_file_facts {
+    uint64_t device;
+    uint64_t inode;
+    uint64_t size_bytes;
+    uint32_t uid;
+    uint32_t mode; /* permission bits */
+    bool regular;
+};
+
+struct shmc_host_identity {
+    uint64_t boot_id[2];
+    uint64_t pid_namespace;
+    uint64_t time_namespace; /* 0 when the kernel has none */
+    uint32_t uid;
+};
+
+enum shmc_answer {
+    SHMC_NO,
+    SHMC_YES,
+    SHMC_CANNOT_TELL,
+};
+
+bool shmc_os_file_facts(int fd, struct shmc_file_facts *facts);
+bool shmc_os_host_identity(struct shmc_host_identity *identity);
+bool shmc_os_read_at(int fd, void *buffer, uint64_t bytes, uint64_t offset);
+
+/* Maps the first bytes of fd, shared and writable, not inherited by fork; NULL and errno on
+ * failure. */
+void *shmc_os_map(int fd, uint64_t bytes);
+void shmc_os_unmap(void *address, uint64_t bytes);
+/* Backs a mapped range with memory now, so that no later touch can fail. Best effort. */
+void shmc_os_populate(void *address, uint64_t bytes);
+/* One private page that fork replaces by zeroes; NULL when the kernel cannot. */
+uint64_t *shmc_os_fork_page(void);
+
+uint64_t shmc_os_random(void);
+uint64_t shmc_os_realtime_ns(void);
+uint64_t shmc_os_monotonic_ns(void);
+pid_t shmc_os_pid(void);
+void shmc_os_close(int fd);
+
+void shmc_os_futex_wait(uint32_t *word, uint32_t seen, uint64_t wait_ns);
+void shmc_os_futex_wake_all(uint32_t *word);
+
+/* A second open file description of the file behind fd, close-on-exec; -1 on failure. */
+int shmc_os_reopen(int fd);
+/* OFD write lock on one byte; false when taken or impossible. Lives until every copy of fd is
+ * closed. */
+bool shmc_os_lock_byte(int fd, uint64_t byte);
+/* Whether somebody else's description holds a lock on the byte. */
+enum shmc_answer shmc_os_byte_locked(int fd, uint64_t byte);
+
+int shmc_os_pidfd_open(pid_t pid); /* -1 and errno */
+/* Which of the descriptors (negative ones are ignored) report a dead process; one system call. */
+void shmc_os_poll_dead(const int *pidfds, bool *dead, uint32_t count);
+uint64_t
+shmc_os_pidfs_inode(int pidfd); /* 0 when the kernel's pidfds have no identity of their own */
+bool shmc_os_process_exists(pid_t pid); /* signal 0; EPERM counts as existing */
+
+struct shmc_process_stat {
+    char state;
+    uint64_t threads;
+    uint64_t start_ticks;
+};
+/* From /proc/<pid>/stat; false when it cannot be read or does not describe this namespace. */
+bool shmc_os_process_stat(pid_t pid, struct shmc_process_stat *stat);
+/* Whether the process maps this file, from /proc/<pid>/maps. */
+enum shmc_answer shmc_os_process_maps_file(pid_t pid, uint64_t device, uint64_t inode);
+
+/* Runs child() in a forked child that is then killed; true when that could be done. */
+bool shmc_os_run_and_kill_child(void (*child)(void *), void *argument);
+void *shmc_os_map_shared_page(void);
+
+#endif

@@ -1,0 +1,293 @@
+/* owners.c: who is attached, who is dead, and the way out of the table for both.
+ *
+ * Why         A killed process never releases anything; a wrong verdict would double-book memory
+ *             that a live process is using. So death must be proved, and everything unproved is
+ *             UNKNOWN.
+ * Contract    Verdicts are taken without the lock, by anyone. Cleaning happens under it in
+ *             bounded chunks, each of which first compares the slot's nonce and its CLEANING
+ *             state: a cleaner that was stopped for an hour finds another nonce and does
+ *             nothing. An orderly detach is the same cleaning, done by the owner itself.
+ *
+ *             FREE --join--> ACTIVE --reclaim begin--> CLEANING --held is 0--> FREE
+ *
+ * Invariants  G6: time is no proof; stopped, traced and frozen processes are ALIVE, and so is a
+ *             process whose leader thread exited. G5: a CLEANING slot never takes new entries
+ *             (every request of an owner checks that its slot is ACTIVE), so one pass over the
+ *             tables empties it.
+ * Concurrency The pidfd cache belongs to the handle: calls that take verdicts are serialised by
+ *             callers.
+ * Death       A dead cleaner leaves CLEANING; shmc_find_dead() offers such slots to everyone.
+ * Cost        find_dead: one poll over cached pidfds plus one lock query per live owner.
+ * Source      research on pidfds; LMDB's reader check (recheck under the lock), iceoryx2's
+ *             cleaners.
+ */
+#include "atomics.h"
+#include "internal.h"
+
+#include <errno.h>
+#include <string.h>
+
+#define PID_LIMIT         (1u << 22) /* the kernel's own upper bound */
+#define STEP_ENTRIES_MAX  2048u      /* entries looked at in one chunk: tens of microseconds */
+#define STEP_RELEASES_MAX 128u       /* records written in one chunk */
+
+/* ---- reading a slot without the lock ------------------------------------------------------------
+ */
+
+bool shmc_owner_view(const struct shmc_handle *handle, uint32_t slot, struct shmc_owner_view *view)
+{
+    const struct shmc_owner *owner = &handle->owners[slot];
+    uint64_t state = shmc_load_acquire(&owner->state);
+    if (state != SHMC_OWNER_ACTIVE && state != SHMC_OWNER_CLEANING)
+        return false;
+    view->slot = slot;
+    view->state = (enum shmc_owner_state)state;
+    view->nonce = shmc_load_acquire(&owner->nonce);
+    view->pid = shmc_load_acquire(&owner->pid);
+    view->start_ticks = shmc_load_acquire(&owner->start_ticks);
+    view->pidfs_inode = shmc_load_acquire(&owner->pidfs_inode);
+    view->attach_seq = shmc_load_acquire(&owner->attach_seq);
+    view->exec_locked = shmc_load_acquire(&owner->exec_locked);
+    /* A slot that was reused in between has another nonce, written before its new state. */
+    return shmc_load_acquire(&owner->nonce) == view->nonce &&
+           shmc_load_acquire(&owner->state) == state;
+}
+
+/* ---- verdict
+ * ------------------------------------------------------------------------------------- */
+
+#ifndef SHMC_MUTANT_PID_ONLY
+
+/* Whether the process now behind the pid is another one than the slot's: same number, other
+ * identity. */
+static bool is_impostor(const struct shmc_owner_view *view, int pidfd)
+{
+    struct shmc_process_stat stat;
+    uint64_t inode = pidfd >= 0 ? shmc_os_pidfs_inode(pidfd) : 0;
+    if (view->pidfs_inode != 0 && inode != 0)
+        return inode != view->pidfs_inode;
+    return view->start_ticks != 0 && shmc_os_process_stat((pid_t)view->pid, &stat) &&
+           stat.start_ticks != view->start_ticks;
+}
+
+/* execve keeps the pid, the start time and the pidfd but closes the exec lock. Another library may
+ * have closed that descriptor too, so a free lock is only a suspicion: the proof is that the
+ * process no longer maps the segment. */
+static enum shmc_verdict exec_verdict(const struct shmc_handle *handle,
+                                      const struct shmc_owner_view *view)
+{
+    if (view->exec_locked == 0 ||
+        shmc_os_byte_locked(handle->segment_fd, view->nonce >> 2) != SHMC_NO)
+        return SHMC_ALIVE;
+    switch (shmc_os_process_maps_file((pid_t)view->pid, handle->device, handle->inode)) {
+    case SHMC_YES:
+        return SHMC_ALIVE;
+    case SHMC_NO:
+        return SHMC_DEAD;
+    default:
+        return SHMC_UNKNOWN;
+    }
+}
+
+/* Without pidfds: signal 0 and /proc. A leader that exited while threads run looks like a zombie.
+ */
+static enum shmc_verdict verdict_without_pidfd(const struct shmc_handle *handle,
+                                               const struct shmc_owner_view *view)
+{
+    struct shmc_process_stat stat;
+    if (!shmc_os_process_exists((pid_t)view->pid))
+        return SHMC_DEAD;
+    if (!shmc_os_process_stat((pid_t)view->pid, &stat))
+        return SHMC_UNKNOWN;
+    if ((stat.state == 'Z' || stat.state == 'X') && stat.threads <= 1)
+        return SHMC_DEAD;
+    if (is_impostor(view, -1))
+        return SHMC_DEAD;
+    return exec_verdict(handle, view);
+}
+
+#endif
+
+/* Decides what can be decided without asking the kernel about a pidfd; ALIVE means "go on". */
+static enum shmc_verdict verdict_by_number(const struct shmc_owner_view *view)
+{
+    if (view->pid == 0 || view->pid > PID_LIMIT || view->nonce == 0)
+        return SHMC_UNKNOWN; /* damage is for check.c to report, not a proof of death */
+    if (view->pid == (uint64_t)shmc_os_pid() && !shmc_nonce_is_local(view->nonce))
+        return SHMC_DEAD; /* our own pid, but not our doing: before an execve, or a reused pid */
+    return SHMC_ALIVE;
+}
+
+int shmc_owner_pidfd(struct shmc_handle *handle, const struct shmc_owner_view *view)
+{
+    struct shmc_pidfd *cached = &handle->pidfds[view->slot];
+    if (cached->nonce != view->nonce) {
+        if (cached->nonce != 0)
+            shmc_os_close(cached->fd);
+        cached->nonce = 0;
+        cached->fd = shmc_os_pidfd_open((pid_t)view->pid);
+        if (cached->fd >= 0)
+            cached->nonce = view->nonce;
+    }
+    return cached->fd;
+}
+
+/* A pidfd that could not be opened: proof of death, or not available here. */
+static bool errno_proves_death(int error)
+{
+    /* ENOENT, EINVAL before Linux 6.x: the number now names a thread; an owner is always a leader.
+     */
+    return error == ESRCH || error == ENOENT || error == EINVAL;
+}
+
+enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle, const struct shmc_owner_view *view)
+{
+#ifdef SHMC_MUTANT_PID_ONLY
+    (void)handle;
+    return shmc_os_process_exists((pid_t)view->pid) ? SHMC_ALIVE : SHMC_DEAD;
+#else
+    enum shmc_verdict verdict = verdict_by_number(view);
+    if (verdict != SHMC_ALIVE || view->pid == (uint64_t)shmc_os_pid())
+        return verdict;
+    bool known = handle->pidfds[view->slot].nonce == view->nonce;
+    int pidfd = shmc_owner_pidfd(handle, view);
+    if (pidfd < 0)
+        return errno_proves_death(errno) ? SHMC_DEAD : verdict_without_pidfd(handle, view);
+    bool dead = !known && is_impostor(view, pidfd);
+    if (!dead)
+        shmc_os_poll_dead(&pidfd, &dead, 1);
+    if (dead)
+        return SHMC_DEAD;
+    return exec_verdict(handle, view);
+#endif
+}
+
+uint32_t shmc_find_dead(struct shmc_handle *handle, struct shmc_owner_view *dead, uint32_t max)
+{
+    uint32_t found = 0;
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max && found < max; slot++) {
+        struct shmc_owner_view view;
+        if (!shmc_owner_view(handle, slot, &view) || shmc_nonce_is_local(view.nonce))
+            continue;
+        if (view.state == SHMC_OWNER_CLEANING || shmc_owner_verdict(handle, &view) == SHMC_DEAD)
+            dead[found++] = view;
+    }
+    return found;
+}
+
+/* ---- joining and cleaning, with the lock held
+ * ------------------------------------------------------ */
+
+/* Claims a FREE slot. Idempotent: two threads of one process may race here. */
+enum shmc_status shmc_owners_join(struct shmc_handle *handle)
+{
+    struct shmc_control *control = handle->control;
+    uint32_t slot = 0;
+    if (handle->slot != SHMC_NO_SLOT)
+        return SHMC_OK;
+    while (slot < handle->header.geometry.owners_max &&
+           handle->owners[slot].state != SHMC_OWNER_FREE)
+        slot++;
+    if (slot == handle->header.geometry.owners_max)
+        return SHMC_OWNERS_FULL;
+    struct shmc_owner *owner = &handle->owners[slot];
+    SHMC_CHECK(owner->held == 0);
+    shmc_store_relaxed(&owner->nonce, handle->nonce);
+    shmc_store_relaxed(&owner->pid, (uint64_t)shmc_os_pid());
+    shmc_store_relaxed(&owner->start_ticks, handle->start_ticks);
+    shmc_store_relaxed(&owner->pidfs_inode, handle->pidfs_inode);
+    shmc_store_relaxed(&owner->attach_seq, control->attach_seq + 1);
+    shmc_store_relaxed(&owner->exec_locked, handle->exec_locked);
+    shmc_store_relaxed(&owner->path_bytes, 0);
+    shmc_redo_begin(handle, SHMC_OP_JOIN);
+    shmc_redo_put(handle, &owner->state, SHMC_OWNER_ACTIVE);
+    shmc_redo_put(handle, &control->attach_seq, control->attach_seq + 1);
+    shmc_redo_put(handle, &control->owners, control->owners + 1);
+    shmc_redo_commit(handle);
+    handle->slot = slot;
+    return SHMC_OK;
+}
+
+/* Whether the request still speaks of the owner that is in the slot. */
+static bool names_owner(const struct shmc_handle *handle, const struct shmc_request *request)
+{
+    if (request->owner_slot >= handle->header.geometry.owners_max)
+        return false;
+#ifdef SHMC_MUTANT_NO_NONCE
+    return handle->owners[request->owner_slot].state != SHMC_OWNER_FREE;
+#else
+    const struct shmc_owner *owner = &handle->owners[request->owner_slot];
+    return owner->state != SHMC_OWNER_FREE && owner->nonce == request->owner_nonce;
+#endif
+}
+
+enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle, struct shmc_request *request)
+{
+    if (!names_owner(handle, request))
+        return SHMC_STALE;
+    struct shmc_owner *owner = &handle->owners[request->owner_slot];
+    SHMC_CHECK(owner->state == SHMC_OWNER_ACTIVE || owner->state == SHMC_OWNER_CLEANING);
+    if (owner->state == SHMC_OWNER_CLEANING)
+        return SHMC_OK;
+    shmc_redo_begin(handle, SHMC_OP_RECLAIM_BEGIN);
+    shmc_redo_put(handle, &owner->state, SHMC_OWNER_CLEANING);
+    shmc_redo_commit(handle);
+    return SHMC_OK;
+}
+
+/* Releases the entry at the cursor if it is the slot's. The cursor runs over both tables. */
+static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot, uint64_t cursor,
+                                   uint64_t *released)
+{
+    bool manager = cursor < handle->managers.max;
+    struct shmc_table *table = manager ? &handle->managers : &handle->reservations;
+    uint64_t index = manager ? cursor : cursor - handle->managers.max;
+    const struct shmc_entry *entry = &table->entries[index];
+    if (entry->state != SHMC_ENTRY_LIVE_OF(slot))
+        return SHMC_OK;
+    struct shmc_token token = {.index = index, .generation = entry->generation};
+    enum shmc_status status = manager ? shmc_accounts_release_manager(handle, slot, token)
+                                      : shmc_accounts_release_reservation(handle, slot, token);
+    if (status == SHMC_OK)
+        (*released)++;
+    return status;
+}
+
+static void free_slot(struct shmc_handle *handle, uint32_t slot)
+{
+    shmc_and_seq_cst(&handle->gate->waiters[slot / 64], ~(1ull << (slot % 64)));
+    shmc_redo_begin(handle, SHMC_OP_RECLAIM_STEP);
+    shmc_redo_put(handle, &handle->owners[slot].state, SHMC_OWNER_FREE);
+    shmc_redo_put(handle, &handle->control->owners, handle->control->owners - 1);
+    shmc_redo_commit(handle);
+}
+
+/* One chunk: every release is a record of its own, so a killed cleaner leaves a shorter list. */
+enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shmc_request *request)
+{
+    uint32_t slot = request->owner_slot;
+    request->released = 0;
+#ifdef SHMC_MUTANT_UNFENCED_CLEANING
+    if (slot >= handle->header.geometry.owners_max)
+        return SHMC_STALE;
+#else
+    if (!names_owner(handle, request) || handle->owners[slot].state != SHMC_OWNER_CLEANING)
+        return SHMC_STALE;
+#endif
+    uint64_t end = handle->managers.max + *handle->reservations.mark;
+    SHMC_CHECK(end <= handle->managers.max + handle->reservations.max);
+    SHMC_CHECK(*handle->managers.mark <= handle->managers.max);
+    for (uint32_t looked = 0; handle->owners[slot].held != 0; looked++) {
+        if (request->cursor == *handle->managers.mark)
+            request->cursor = handle->managers.max; /* the rest of the table was never used */
+        SHMC_CHECK(request->cursor < end);
+        if (looked == STEP_ENTRIES_MAX || request->released == STEP_RELEASES_MAX)
+            return SHMC_MORE;
+        enum shmc_status status = release_at(handle, slot, request->cursor, &request->released);
+        if (status != SHMC_OK)
+            return status == SHMC_STALE ? SHMC_CORRUPT : status;
+        request->cursor++;
+    }
+    free_slot(handle, slot);
+    return SHMC_OK;
+}

@@ -1,0 +1,531 @@
+/* segment.c: format a segment, map it after checking it, and survive fork.
+ *
+ * Why         The bytes of a segment are input: another program, another release or a bad disk
+ *             may have written them. And a forked child is a stranger that happens to share our
+ *             memory.
+ * Contract    shmc_format() on a file without a name; shmc_open() on any file; shmc_close()
+ *             once. A header is copied, checksummed, and must describe exactly the layout that
+ *             its own geometry implies: after that no offset in it needs to be checked again.
+ * Concurrency Open and close take the registry's mutex (process-local, never while forking).
+ * Death       Nothing shared is changed by open or close; the slot of a joined handle is
+ *             owners.c's.
+ * Errors      REFUSED with the failed check and both values; SYSTEM with errno.
+ * Fork        The mapping is not inherited (a child can neither scribble nor read stale totals),
+ *             and a page that fork wipes tells the child that its handles are not its own: no
+ *             comparison of pids, which repeat. The child's handler closes the descriptors that
+ *             keep the parent alive in other processes' eyes; a raw clone skips it, which errs
+ *             on the safe side.
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "atomics.h"
+
+#define ALIGN_UP(value, alignment) (((value) + (alignment) - 1) / (alignment) * (alignment))
+#define REGION_ALIGN               64u
+#define MODE_OTHERS                0007u
+#define MODE_GROUP                 0060u
+
+/* ---- layout: a pure function of the geometry
+ * ----------------------------------------------------- */
+
+static uint64_t power_of_two_at_least(uint64_t value)
+{
+    uint64_t power = 1;
+    while (power < value)
+        power *= 2;
+    return power;
+}
+
+static bool geometry_in_bounds(const struct shmc_geometry *g)
+{
+    return g->limits[SHMC_DEVICE] != 0 && g->limits[SHMC_TRANSFER] != 0 && g->owners_max >= 1 &&
+           g->owners_max <= SHMC_OWNERS_LIMIT && g->managers_max >= 1 &&
+           g->managers_max <= SHMC_MANAGERS_LIMIT && g->reservations_max >= 1 &&
+           g->reservations_max <= SHMC_RESERVATIONS_LIMIT && g->blocks_max <= SHMC_BLOCKS_LIMIT &&
+           g->arena_bytes <= SHMC_ARENA_BYTES_LIMIT &&
+           (g->blocks_max == 0) == (g->arena_bytes == 0) && (g->mode & ~0660u) == 0 &&
+           (g->mode & 0600u) == 0600u;
+}
+
+static void fill_layout(struct shmc_header *header)
+{
+    const struct shmc_geometry *g = &header->geometry;
+    uint64_t blocks = g->blocks_max;
+    bool arena = g->arena_bytes != 0;
+    header->manager_buckets = (uint32_t)power_of_two_at_least(g->managers_max);
+    header->slab_bytes =
+        g->arena_bytes < SHMC_ARENA_ALIGN_BYTES ? g->arena_bytes : SHMC_ARENA_ALIGN_BYTES;
+    header->slabs_max = arena ? (uint32_t)(g->arena_bytes / header->slab_bytes) : 0;
+    header->index_buckets = arena ? (uint32_t)power_of_two_at_least((blocks + 3) / 4) : 0;
+    const uint64_t bytes[SHMC_REGIONS] = {
+        [SHMC_REGION_HEADER] = SHMC_PAGE_BYTES,
+        [SHMC_REGION_GATE] = SHMC_PAGE_BYTES,
+        [SHMC_REGION_REDO] = sizeof(struct shmc_redo),
+        [SHMC_REGION_CONTROL] = sizeof(struct shmc_control),
+        [SHMC_REGION_OWNERS] = g->owners_max * sizeof(struct shmc_owner),
+        [SHMC_REGION_MANAGERS] = g->managers_max * sizeof(struct shmc_entry),
+        [SHMC_REGION_MANAGER_INDEX] = header->manager_buckets * sizeof(uint64_t),
+        [SHMC_REGION_RESERVATIONS] = g->reservations_max * sizeof(struct shmc_entry),
+        [SHMC_REGION_SLABS] = header->slabs_max * sizeof(struct shmc_slab),
+        [SHMC_REGION_BLOCKS] = blocks * sizeof(struct shmc_block),
+        [SHMC_REGION_INDEX] = header->index_buckets * (uint64_t)64,
+        [SHMC_REGION_PINS] = ALIGN_UP((blocks + 7) / 8, REGION_ALIGN) * g->owners_max,
+        [SHMC_REGION_RINGS] = arena ? g->owners_max * sizeof(struct shmc_ring) : 0,
+        [SHMC_REGION_TELEMETRY] = g->owners_max * sizeof(struct shmc_telemetry_row),
+        [SHMC_REGION_EVENTS] = SHMC_EVENTS_MAX * sizeof(struct shmc_event),
+        [SHMC_REGION_ARENA] = g->arena_bytes,
+    };
+    uint64_t offset = 0;
+    for (uint32_t region = 0; region < SHMC_REGIONS; region++) {
+        uint64_t alignment = REGION_ALIGN;
+        if (region == SHMC_REGION_ARENA)
+            alignment = arena ? SHMC_ARENA_ALIGN_BYTES : SHMC_PAGE_BYTES;
+        offset = ALIGN_UP(offset, alignment);
+        header->region_offset[region] = offset;
+        header->region_bytes[region] = bytes[region];
+        offset += bytes[region];
+    }
+    header->total_bytes = ALIGN_UP(offset, SHMC_PAGE_BYTES);
+}
+
+uint64_t shmc_segment_bytes(const struct shmc_geometry *geometry)
+{
+    struct shmc_header header = {.geometry = *geometry};
+    if (!geometry_in_bounds(geometry))
+        return 0;
+    fill_layout(&header);
+    return header.total_bytes;
+}
+
+/* FNV-1a over every byte before the checksum. */
+static uint64_t header_checksum(const struct shmc_header *header)
+{
+    const uint8_t *bytes = (const uint8_t *)header;
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (size_t i = 0; i < offsetof(struct shmc_header, checksum); i++)
+        hash = (hash ^ bytes[i]) * 0x100000001b3ull;
+    return hash;
+}
+
+/* Everything two processes must agree on to share a mutex and 64-bit words. */
+static uint32_t abi_tag(void)
+{
+#if defined(__GLIBC__)
+    uint32_t libc = 1;
+#else
+    uint32_t libc = 2;
+#endif
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    uint32_t order = 1;
+#else
+    uint32_t order = 2;
+#endif
+    return libc << 24 | order << 16 | (uint32_t)sizeof(pthread_mutex_t) << 8 |
+           (uint32_t)sizeof(void *);
+}
+
+/* ---- format -----------------------------------------------------------------------------------
+ */
+
+static enum shmc_status refuse(struct shmc_refusal *refusal, enum shmc_check_name check,
+                               uint64_t expected, uint64_t actual)
+{
+    *refusal = (struct shmc_refusal){.check = check, .expected = expected, .actual = actual};
+    return SHMC_REFUSED;
+}
+
+/* Fresh tmpfs and memfd pages are zero, which is the empty state of every table; only list heads,
+ * buckets and the mutex need words. */
+static bool fill_tables(uint8_t *base, const struct shmc_header *header)
+{
+    struct shmc_gate *gate = (struct shmc_gate *)(base + header->region_offset[SHMC_REGION_GATE]);
+    struct shmc_control *control =
+        (struct shmc_control *)(base + header->region_offset[SHMC_REGION_CONTROL]);
+    control->manager_free = SHMC_NO_INDEX;
+    control->reservation_free = SHMC_NO_INDEX;
+    control->manager_id_next = 1;
+    memset(base + header->region_offset[SHMC_REGION_MANAGER_INDEX], 0xff,
+           header->region_bytes[SHMC_REGION_MANAGER_INDEX]);
+    return shmc_mutex_init(&gate->mutex);
+}
+
+enum shmc_status shmc_format(int fd, const struct shmc_geometry *geometry,
+                             struct shmc_refusal *refusal)
+{
+    struct shmc_host_identity host;
+    struct shmc_header header = {
+        .magic = SHMC_MAGIC,
+        .version = SHMC_VERSION,
+        .abi_tag = abi_tag(),
+        .pool_id = shmc_os_random(),
+        .created_ns = shmc_os_realtime_ns(),
+        .geometry = *geometry,
+    };
+    if (!geometry_in_bounds(geometry))
+        return refuse(refusal, SHMC_CHECK_GEOMETRY, 0, 0);
+    if (!shmc_robust_mutex_works())
+        return refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0);
+    if (!shmc_os_host_identity(&host))
+        return SHMC_SYSTEM;
+    memcpy(header.boot_id, host.boot_id, sizeof header.boot_id);
+    header.pid_namespace = host.pid_namespace;
+    header.time_namespace = host.time_namespace;
+    header.owner_uid = host.uid;
+    fill_layout(&header);
+    header.checksum = header_checksum(&header);
+    uint64_t tables = header.region_offset[SHMC_REGION_ARENA];
+    uint8_t *base = shmc_os_map(fd, tables);
+    if (base == NULL)
+        return SHMC_SYSTEM;
+    bool ok = fill_tables(base, &header);
+    if (ok)
+        memcpy(base, &header, sizeof header);
+    shmc_os_unmap(base, tables);
+    return ok ? SHMC_OK : SHMC_SYSTEM;
+}
+
+/* ---- open ---------------------------------------------------------------------------------------
+ */
+
+/* The file itself: kind, owner, permissions, size against what its header claims. */
+static enum shmc_status check_file(const struct shmc_file_facts *facts,
+                                   const struct shmc_header *header,
+                                   const struct shmc_host_identity *host,
+                                   struct shmc_refusal *refusal)
+{
+    uint32_t mode = header->geometry.mode;
+    bool group = (mode & MODE_GROUP) != 0;
+    if (facts->uid != header->owner_uid || (facts->uid != host->uid && !group))
+        return refuse(refusal, SHMC_CHECK_OWNER_UID, host->uid, facts->uid);
+    if ((facts->mode & MODE_OTHERS) != 0 || facts->mode != mode)
+        return refuse(refusal, SHMC_CHECK_MODE, mode, facts->mode);
+    if (facts->size_bytes != header->total_bytes)
+        return refuse(refusal, SHMC_CHECK_SIZE, header->total_bytes, facts->size_bytes);
+    return SHMC_OK;
+}
+
+static enum shmc_status check_format(const struct shmc_header *header, struct shmc_refusal *refusal)
+{
+    if (header->magic != SHMC_MAGIC)
+        return refuse(refusal, SHMC_CHECK_MAGIC, SHMC_MAGIC, header->magic);
+    if (header->version != SHMC_VERSION)
+        return refuse(refusal, SHMC_CHECK_VERSION, SHMC_VERSION, header->version);
+    if (header->abi_tag != abi_tag())
+        return refuse(refusal, SHMC_CHECK_ABI, abi_tag(), header->abi_tag);
+    uint64_t checksum = header_checksum(header);
+    if (header->checksum != checksum)
+        return refuse(refusal, SHMC_CHECK_CHECKSUM, checksum, header->checksum);
+    struct shmc_header implied = *header;
+    if (!geometry_in_bounds(&header->geometry))
+        return refuse(refusal, SHMC_CHECK_GEOMETRY, 0, 0);
+    fill_layout(&implied);
+    if (memcmp(&implied, header, sizeof implied) != 0)
+        return refuse(refusal, SHMC_CHECK_GEOMETRY, implied.total_bytes, header->total_bytes);
+    return SHMC_OK;
+}
+
+static enum shmc_status check_host(const struct shmc_header *header,
+                                   const struct shmc_host_identity *host,
+                                   struct shmc_refusal *refusal)
+{
+    if (memcmp(header->boot_id, host->boot_id, sizeof host->boot_id) != 0)
+        return refuse(refusal, SHMC_CHECK_BOOT_ID, header->boot_id[0], host->boot_id[0]);
+    if (header->pid_namespace != host->pid_namespace)
+        return refuse(refusal, SHMC_CHECK_PID_NAMESPACE, header->pid_namespace,
+                      host->pid_namespace);
+    if (header->time_namespace != host->time_namespace)
+        return refuse(refusal, SHMC_CHECK_TIME_NAMESPACE, header->time_namespace,
+                      host->time_namespace);
+    if (!shmc_robust_mutex_works())
+        return refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0);
+    return SHMC_OK;
+}
+
+/* Reads the header once into private memory and judges that copy. */
+static enum shmc_status read_header(int fd, struct shmc_handle *handle,
+                                    struct shmc_refusal *refusal)
+{
+    struct shmc_file_facts facts;
+    struct shmc_host_identity host;
+    if (!shmc_os_file_facts(fd, &facts))
+        return SHMC_SYSTEM;
+    if (!facts.regular)
+        return refuse(refusal, SHMC_CHECK_FILE_TYPE, 0, 1);
+    if (facts.size_bytes < SHMC_PAGE_BYTES)
+        return refuse(refusal, SHMC_CHECK_SIZE, SHMC_PAGE_BYTES, facts.size_bytes);
+    if (!shmc_os_read_at(fd, &handle->header, sizeof handle->header, 0) ||
+        !shmc_os_host_identity(&host))
+        return SHMC_SYSTEM;
+    handle->device = facts.device;
+    handle->inode = facts.inode;
+    enum shmc_status status = check_format(&handle->header, refusal);
+    if (status == SHMC_OK)
+        status = check_file(&facts, &handle->header, &host, refusal);
+    if (status == SHMC_OK)
+        status = check_host(&handle->header, &host, refusal);
+    return status;
+}
+
+static void point_at_regions(struct shmc_handle *handle)
+{
+    handle->gate = shmc_region(handle, SHMC_REGION_GATE);
+    handle->redo = shmc_region(handle, SHMC_REGION_REDO);
+    handle->control = shmc_region(handle, SHMC_REGION_CONTROL);
+    handle->owners = shmc_region(handle, SHMC_REGION_OWNERS);
+    handle->manager_index = shmc_region(handle, SHMC_REGION_MANAGER_INDEX);
+    handle->managers = (struct shmc_table){
+        .entries = shmc_region(handle, SHMC_REGION_MANAGERS),
+        .max = handle->header.geometry.managers_max,
+        .free = &handle->control->manager_free,
+        .mark = &handle->control->manager_mark,
+        .live = &handle->control->managers,
+        .full = SHMC_MANAGERS_FULL,
+    };
+    handle->reservations = (struct shmc_table){
+        .entries = shmc_region(handle, SHMC_REGION_RESERVATIONS),
+        .max = handle->header.geometry.reservations_max,
+        .free = &handle->control->reservation_free,
+        .mark = &handle->control->reservation_mark,
+        .live = &handle->control->reservations,
+        .full = SHMC_RESERVATIONS_FULL,
+    };
+}
+
+/* What an owner shows of itself: a nonce, its identity, and a lock that execve drops. */
+static void prepare_owner(struct shmc_handle *handle)
+{
+    struct shmc_process_stat stat;
+    while (handle->nonce == 0)
+        handle->nonce = shmc_os_random();
+    if (shmc_os_process_stat(shmc_os_pid(), &stat))
+        handle->start_ticks = stat.start_ticks;
+    int pidfd = shmc_os_pidfd_open(shmc_os_pid());
+    if (pidfd >= 0) {
+        handle->pidfs_inode = shmc_os_pidfs_inode(pidfd);
+        shmc_os_close(pidfd);
+    }
+    handle->lock_fd = shmc_os_reopen(handle->segment_fd);
+    handle->exec_locked =
+        handle->lock_fd >= 0 && shmc_os_lock_byte(handle->lock_fd, handle->nonce >> 2);
+}
+
+/* ---- the handles of this process, and fork
+ * ------------------------------------------------------- */
+
+static pthread_mutex_t registry_mutex = PTHREAD_MUTEX_INITIALIZER;
+static struct shmc_handle *registry;
+static uint64_t *guard_page;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void close_descriptors(struct shmc_handle *handle)
+{
+    shmc_os_close(handle->lock_fd);
+    handle->lock_fd = -1;
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++) {
+        if (handle->pidfds[slot].nonce != 0)
+            shmc_os_close(handle->pidfds[slot].fd);
+        handle->pidfds[slot].nonce = 0;
+    }
+}
+
+static void before_fork(void)
+{
+    pthread_mutex_lock(&registry_mutex);
+}
+
+static void after_fork_in_parent(void)
+{
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+static void after_fork_in_child(void)
+{
+    *guard_page = 0; /* for kernels that cannot wipe it */
+    for (struct shmc_handle *handle = registry; handle != NULL; handle = handle->next)
+        close_descriptors(handle);
+    registry = NULL;
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+static void prepare_fork(void)
+{
+    static uint64_t ordinary_page;
+    guard_page = shmc_os_fork_page();
+    if (guard_page == NULL)
+        guard_page = &ordinary_page;
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+uint64_t shmc_process_guard(void)
+{
+    pthread_once(&fork_once, prepare_fork);
+    while (shmc_load_acquire(guard_page) == 0)
+        shmc_replace_seq_cst(guard_page, 0, shmc_os_random());
+    return shmc_load_acquire(guard_page);
+}
+
+bool shmc_is_mine(const struct shmc_handle *handle)
+{
+    return shmc_load_relaxed(guard_page) == handle->guard;
+}
+
+bool shmc_nonce_is_local(uint64_t nonce)
+{
+    bool found = false;
+    pthread_mutex_lock(&registry_mutex);
+    for (struct shmc_handle *handle = registry; handle != NULL && !found; handle = handle->next)
+        found = handle->as_owner && handle->nonce == nonce;
+    pthread_mutex_unlock(&registry_mutex);
+    return found;
+}
+
+static void register_handle(struct shmc_handle *handle)
+{
+    pthread_mutex_lock(&registry_mutex);
+    handle->next = registry;
+    registry = handle;
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+static void unregister_handle(const struct shmc_handle *handle)
+{
+    pthread_mutex_lock(&registry_mutex);
+    for (struct shmc_handle **link = &registry; *link != NULL; link = &(*link)->next) {
+        if (*link == handle) {
+            *link = handle->next;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+/* ---- public -----------------------------------------------------------------------------------
+ */
+
+static void free_handle(struct shmc_handle *handle)
+{
+    free(handle->pidfds);
+    free(handle->scratch);
+    free(handle);
+}
+
+static enum shmc_status map_tables(struct shmc_handle *handle)
+{
+    uint32_t owners = handle->header.geometry.owners_max;
+    handle->pidfds = calloc(owners, sizeof *handle->pidfds);
+    handle->scratch = calloc(owners, sizeof *handle->scratch);
+    if (handle->pidfds == NULL || handle->scratch == NULL)
+        return SHMC_SYSTEM;
+    handle->mapped_bytes = handle->header.region_offset[SHMC_REGION_ARENA];
+    handle->base = shmc_os_map(handle->segment_fd, handle->mapped_bytes);
+    if (handle->base == NULL)
+        return SHMC_SYSTEM;
+    point_at_regions(handle);
+    return SHMC_OK;
+}
+
+enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
+                           struct shmc_refusal *refusal)
+{
+    struct shmc_handle *handle = calloc(1, sizeof *handle);
+    if (handle == NULL)
+        return SHMC_SYSTEM;
+    handle->segment_fd = fd;
+    handle->lock_fd = -1;
+    handle->slot = SHMC_NO_SLOT;
+    handle->as_owner = as_owner;
+    handle->guard = shmc_process_guard();
+    enum shmc_status status = read_header(fd, handle, refusal);
+    if (status == SHMC_OK)
+        status = map_tables(handle);
+    if (status != SHMC_OK) {
+        int error = errno;
+        free_handle(handle);
+        errno = error;
+        return status;
+    }
+    if (as_owner)
+        prepare_owner(handle);
+    register_handle(handle);
+    *result = handle;
+    return SHMC_OK;
+}
+
+void shmc_close(struct shmc_handle *handle)
+{
+    if (shmc_is_mine(handle)) {
+        unregister_handle(handle);
+        shmc_os_unmap(handle->base, handle->mapped_bytes);
+        close_descriptors(handle);
+    }
+    free_handle(handle);
+}
+
+const struct shmc_header *shmc_header(const struct shmc_handle *handle)
+{
+    return &handle->header;
+}
+
+void *shmc_region(const struct shmc_handle *handle, enum shmc_region region)
+{
+    return handle->base + handle->header.region_offset[region];
+}
+
+uint32_t shmc_slot(const struct shmc_handle *handle)
+{
+    return handle->slot;
+}
+
+uint64_t shmc_nonce(const struct shmc_handle *handle)
+{
+    return handle->nonce;
+}
+
+enum shmc_pool_state shmc_pool_state(const struct shmc_handle *handle)
+{
+    return (enum shmc_pool_state)shmc_load_acquire(&handle->gate->state);
+}
+
+void shmc_poison(struct shmc_handle *handle)
+{
+    shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_POISONED);
+}
+
+uint64_t shmc_attach_seq(const struct shmc_handle *handle)
+{
+    return shmc_load_acquire(&handle->control->attach_seq);
+}
+
+/* ---- self-test
+ * ------------------------------------------------------------------------------------ */
+
+static void lock_and_wait_for_death(void *mutex)
+{
+    pthread_mutex_lock(mutex);
+}
+
+static bool robust_works;
+static pthread_once_t robust_once = PTHREAD_ONCE_INIT;
+
+static void test_robust(void)
+{
+    pthread_mutex_t *mutex = shmc_os_map_shared_page();
+    if (mutex == NULL)
+        return;
+    if (shmc_mutex_init(mutex) && shmc_os_run_and_kill_child(lock_and_wait_for_death, mutex))
+        robust_works = pthread_mutex_trylock(mutex) == EOWNERDEAD;
+    if (robust_works)
+        pthread_mutex_consistent(mutex), pthread_mutex_unlock(mutex);
+    shmc_os_unmap(mutex, SHMC_PAGE_BYTES);
+}
+
+bool shmc_robust_mutex_works(void)
+{
+    pthread_once(&robust_once, test_robust);
+    return robust_works;
+}

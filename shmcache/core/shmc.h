@@ -1,0 +1,278 @@
+/* shmc.h: the engine's interface. Plain C11, no Python, no policy.
+ *
+ * Why         Python has no atomics, and a process may be killed between any two instructions.
+ * Contract    A caller opens a handle on a descriptor, joins it (takes an owner slot) unless it
+ *             only observes, and then performs requests. Each request is one critical section:
+ *             it happens wholly or not at all, also when the caller is killed inside.
+ * Concurrency Any number of threads may perform requests on one handle. Open, join's set-up, and
+ *             close are for one thread at a time; close only when no call is in flight.
+ * Death       What each request leaves for its successor is said in the file that implements it.
+ * Errors      One status enum; whether to try again is part of each value. Nothing here aborts
+ *             in release builds: a CHECK that fails poisons the pool and returns SHMC_POISONED.
+ *
+ * Files:      layout.h the bytes; atomics.h memory orders; os_linux.c system calls; lock.c the
+ *             lock; redo.c atomic change and its recovery; segment.c format, open, close, fork;
+ *             owners.c who is attached and who is dead; accounts.c managers, reservations,
+ *             totals; operations.c one request; check.c walks everything.
+ */
+#ifndef SHMC_H
+#define SHMC_H
+
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "layout.h"
+
+/* name, retry, meaning. retry: 1 when the same call may succeed a moment later. */
+#define SHMC_STATUS_TABLE(X)                                                                       \
+    X(OK, 0, "done")                                                                               \
+    X(BUSY, 1, "the lock was not free within the wait; nothing changed")                           \
+    X(MORE, 1, "a chunk of reclaim is done and more remains")                                      \
+    X(FORKED, 1, "this handle was opened by an ancestor; open anew in this process")               \
+    X(NOT_JOINED, 1, "the handle has no owner slot yet")                                           \
+    X(STALE, 0, "the named entry or owner is gone; nothing changed")                               \
+    X(LOST_SLOT, 0, "the handle's owner slot was taken away")                                      \
+    X(RETIRED, 0, "another epoch took this pool's place")                                          \
+    X(POISONED, 0, "a validation failed; the pool cannot be trusted")                              \
+    X(BUDGET_EXCEEDED, 1, "an axis would exceed its limit")                                        \
+    X(PUBLICATION_OVERFLOW, 0, "a published sum leaves 64 bits")                                   \
+    X(ADMISSION_OVERFLOW, 0, "an admitted sum leaves 64 bits")                                     \
+    X(DUPLICATE_MANAGER, 0, "the manager id is registered")                                        \
+    X(UNKNOWN_MANAGER, 0, "the manager id is not registered")                                      \
+    X(MANAGERS_FULL, 1, "every manager entry is in use")                                           \
+    X(RESERVATIONS_FULL, 1, "every reservation entry is in use")                                   \
+    X(OWNERS_FULL, 1, "every owner slot is in use")                                                \
+    X(OWNERS_CHANGED, 1, "an owner attached since the caller looked")                              \
+    X(CORRUPT, 0, "shared state is damaged")                                                       \
+    X(REFUSED, 0, "the segment does not fit this process; see the refusal")                        \
+    X(SYSTEM, 0, "a system call failed; see errno")
+
+enum shmc_status {
+#define SHMC_STATUS_ENUM(name, retry, meaning) SHMC_##name,
+    SHMC_STATUS_TABLE(SHMC_STATUS_ENUM)
+#undef SHMC_STATUS_ENUM
+        SHMC_STATUS_COUNT
+};
+
+const char *shmc_status_name(enum shmc_status status);
+bool shmc_status_retry(enum shmc_status status);
+
+/* Why a segment was refused. errors.py repeats the names in lower case. */
+#define SHMC_REFUSAL_TABLE(X)                                                                      \
+    X(NONE)                                                                                        \
+    X(FILE_TYPE)                                                                                   \
+    X(OWNER_UID)                                                                                   \
+    X(MODE)                                                                                        \
+    X(SIZE)                                                                                        \
+    X(MAGIC)                                                                                       \
+    X(VERSION)                                                                                     \
+    X(ABI)                                                                                         \
+    X(CHECKSUM)                                                                                    \
+    X(GEOMETRY)                                                                                    \
+    X(BOOT_ID)                                                                                     \
+    X(PID_NAMESPACE)                                                                               \
+    X(TIME_NAMESPACE)                                                                              \
+    X(ROBUST_MUTEX)
+
+enum shmc_check_name {
+#define SHMC_REFUSAL_ENUM(name) SHMC_CHECK_##name,
+    SHMC_REFUSAL_TABLE(SHMC_REFUSAL_ENUM)
+#undef SHMC_REFUSAL_ENUM
+        SHMC_CHECK_COUNT
+};
+
+const char *shmc_check_name_text(enum shmc_check_name check);
+
+struct shmc_refusal {
+    enum shmc_check_name check;
+    uint64_t expected;
+    uint64_t actual;
+};
+
+/* ---- segment.c: format, open, close ------------------------------------------------------- */
+
+/* Checked copies of the immutable facts, plus where the regions are in this process. */
+struct shmc_handle;
+
+/* Bytes a segment of this geometry has, or 0 when the geometry is out of bounds. */
+uint64_t shmc_segment_bytes(const struct shmc_geometry *geometry);
+
+/* Writes a valid, empty segment into fd, whose size must be shmc_segment_bytes(). Not yet visible
+ * to others (no name). Death: an unnamed file. */
+enum shmc_status shmc_format(int fd, const struct shmc_geometry *geometry,
+                             struct shmc_refusal *refusal);
+
+/* Maps the segment behind fd after checking it against this process and this boot. Borrows fd,
+ * which must stay open as long as the handle. as_owner: also prepares a nonce and the exec lock for
+ * a join. */
+enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **handle,
+                           struct shmc_refusal *refusal);
+
+/* Unmaps and frees. In a forked child frees only: the mapping was never inherited. */
+void shmc_close(struct shmc_handle *handle);
+
+/* Proves once per process that this kernel and libc report the death of a lock holder. */
+bool shmc_robust_mutex_works(void);
+
+/* True in the process that opened the handle, false in its forked children. */
+bool shmc_is_mine(const struct shmc_handle *handle);
+/* A value that no forked child shares; never 0. */
+uint64_t shmc_process_guard(void);
+
+const struct shmc_header *shmc_header(const struct shmc_handle *handle);
+void *shmc_region(const struct shmc_handle *handle, enum shmc_region region);
+uint32_t shmc_slot(const struct shmc_handle *handle); /* UINT32_MAX before the join */
+uint64_t shmc_nonce(const struct shmc_handle *handle);
+enum shmc_pool_state shmc_pool_state(const struct shmc_handle *handle);
+void shmc_poison(struct shmc_handle *handle);
+uint64_t shmc_attach_seq(const struct shmc_handle *handle); /* a hint, read without the lock */
+
+/* ---- operations.c: one request, one critical section -------------------------------------- */
+
+enum shmc_operation {
+    SHMC_OP_NONE,
+    SHMC_OP_JOIN,                /* take an owner slot */
+    SHMC_OP_REGISTER,            /* in: id, allocate_id; out: id, token */
+    SHMC_OP_UPDATE,              /* in: id, usage; out: aggregate */
+    SHMC_OP_RESERVE,             /* in: usage; out: token; on refusal: axis, required */
+    SHMC_OP_RELEASE_MANAGER,     /* in: token */
+    SHMC_OP_RELEASE_RESERVATION, /* in: token */
+    SHMC_OP_PUBLISH_AND_RELEASE, /* in: id, usage, token of a reservation; out: aggregate */
+    SHMC_OP_REPORT,              /* out: report */
+    SHMC_OP_HELD,                /* in: held_rows[owners_max]; out: rows filled */
+    SHMC_OP_RECLAIM_BEGIN,       /* in: owner_slot, owner_nonce */
+    SHMC_OP_RECLAIM_STEP, /* in: owner_slot, owner_nonce, cursor; MORE until the slot is FREE */
+    SHMC_OP_RETIRE,       /* in: attach_seq as seen, or UINT64_MAX to not care */
+    SHMC_OP_CHECK,        /* in: problems[problems_max]; out: problems_count */
+    SHMC_OPERATIONS,
+};
+
+struct shmc_token {
+    uint64_t index;
+    uint64_t generation;
+};
+
+struct shmc_report {
+    uint64_t managers;
+    uint64_t reservations;
+    uint64_t owners;
+    uint64_t attach_seq;
+    uint64_t recoveries;
+    uint64_t current[SHMC_AXES];
+    uint64_t peak[SHMC_AXES];
+};
+
+struct shmc_held {
+    uint64_t managers;
+    uint64_t reservations;
+    uint64_t usage[SHMC_AXES];
+};
+
+/* One finding of check.c: what is wrong, where, and the two numbers that disagree. */
+#define SHMC_PROBLEM_TABLE(X)                                                                      \
+    X(REDO_PENDING, "a redo record is still pending")                                              \
+    X(TOTAL, "an axis total differs from its recount")                                             \
+    X(PEAK_ABOVE_LIMIT, "a peak is above its limit")                                               \
+    X(OWNER_COUNT, "the number of owners differs from its recount")                                \
+    X(OWNER_STATE, "an owner slot has an impossible state")                                        \
+    X(OWNER_NONCE, "an owner slot in use has no nonce")                                            \
+    X(OWNER_HELD, "what an owner holds differs from its recount")                                  \
+    X(MANAGER_COUNT, "the number of managers differs from its recount")                            \
+    X(MANAGER_STATE, "a manager entry has an impossible state")                                    \
+    X(MANAGER_OWNER, "a manager entry names a slot that is not in use")                            \
+    X(MANAGER_FREE_LIST, "the list of free manager entries is broken")                             \
+    X(MANAGER_INDEX, "the manager index is broken")                                                \
+    X(RESERVATION_COUNT, "the number of reservations differs from its recount")                    \
+    X(RESERVATION_STATE, "a reservation entry has an impossible state")                            \
+    X(RESERVATION_OWNER, "a reservation entry names a slot that is not in use")                    \
+    X(RESERVATION_FREE_LIST, "the list of free reservation entries is broken")
+
+enum shmc_problem_kind {
+#define SHMC_PROBLEM_ENUM(name, text) SHMC_PROBLEM_##name,
+    SHMC_PROBLEM_TABLE(SHMC_PROBLEM_ENUM)
+#undef SHMC_PROBLEM_ENUM
+        SHMC_PROBLEM_KINDS
+};
+
+const char *shmc_problem_text(enum shmc_problem_kind kind);
+
+struct shmc_problem {
+    enum shmc_problem_kind kind;
+    uint64_t index;
+    uint64_t expected;
+    uint64_t actual;
+};
+
+/* Arguments and results of one request; unused fields are ignored. */
+struct shmc_request {
+    enum shmc_operation operation;
+    bool allocate_id;
+    uint64_t id;
+    uint64_t usage[SHMC_AXES];
+    struct shmc_token token;
+    uint64_t aggregate[SHMC_AXES];
+    uint32_t axis;
+    uint64_t required;
+    uint64_t budget;
+    struct shmc_report report;
+    struct shmc_held *held_rows;
+    uint32_t owner_slot;
+    uint64_t owner_nonce;
+    uint64_t cursor;
+    uint64_t released; /* entries given back by a reclaim step */
+    uint64_t attach_seq;
+    struct shmc_problem *problems;
+    uint32_t problems_max;
+    uint32_t problems_count;
+};
+
+/* Does one request. wait_ns: 0 tries for a few microseconds, otherwise waits that long for the lock
+ * and returns SHMC_BUSY when it stayed taken. Never waits otherwise. */
+enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *request,
+                              uint64_t wait_ns);
+
+/* Thread id of the present holder of the lock, 0 when free. A hint. */
+pid_t shmc_lock_holder(const struct shmc_handle *handle);
+
+/* ---- owners.c: who is attached, who is dead ------------------------------------------------ */
+
+enum shmc_verdict {
+    SHMC_ALIVE,
+    SHMC_DEAD,
+    SHMC_UNKNOWN, /* never reclaimed */
+};
+
+struct shmc_owner_view {
+    uint32_t slot;
+    enum shmc_owner_state state;
+    uint64_t nonce;
+    uint64_t pid;
+    uint64_t start_ticks;
+    uint64_t pidfs_inode;
+    uint64_t attach_seq;
+    uint64_t exec_locked;
+};
+
+/* Consistent copy of a slot read without the lock; false when the slot is FREE or changing. */
+bool shmc_owner_view(const struct shmc_handle *handle, uint32_t slot, struct shmc_owner_view *view);
+
+/* Verdict on one owner; takes no lock and changes nothing shared. */
+enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle,
+                                     const struct shmc_owner_view *view);
+
+/* Finds slots to clean: owners proved dead, and slots left CLEANING. Returns how many of at most
+ * max. */
+uint32_t shmc_find_dead(struct shmc_handle *handle, struct shmc_owner_view *dead, uint32_t max);
+
+/* A descriptor that becomes readable when the owner dies, or -1. Belongs to the handle. */
+int shmc_owner_pidfd(struct shmc_handle *handle, const struct shmc_owner_view *view);
+
+/* ---- waiting for capacity ------------------------------------------------------------------ */
+
+/* Marks this owner as waiting (or not); callers count their own threads. */
+void shmc_waiter_set(struct shmc_handle *handle, bool waiting);
+uint32_t shmc_release_counter(const struct shmc_handle *handle);
+/* Sleeps until the counter differs from seen, or wait_ns passed. */
+void shmc_wait_release(struct shmc_handle *handle, uint32_t seen, uint64_t wait_ns);
+
+#endif
