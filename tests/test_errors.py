@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytest
 
-from shmcache.errors import (
-    CachePoolError,
-    ContractError,
-    RefusedCheck,
-    SegmentError,
-    size_text,
-    variant,
-)
+from shmcache.errors import CachePoolError, ContractError, RefusedCheck, SegmentError, size_text
+from shmcache.errors.base import variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

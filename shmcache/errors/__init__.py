@@ -1,0 +1,13 @@
+"""Every exception of the package: one family per base class, one nested subclass per condition.
+
+Why: a caller catches `CachePoolError.BudgetExceeded` and reads `error.required`; one import finds
+every family, and each family's conditions stand together in the file of its subject.
+
+Not here: `TypeError` and `ValueError` for arguments outside their domain (bounds.py).
+"""
+
+from shmcache.errors.base import ContractError, size_text
+from shmcache.errors.pool import CachePoolError
+from shmcache.errors.segment import RefusedCheck, SegmentError
+
+__all__ = ["CachePoolError", "ContractError", "RefusedCheck", "SegmentError", "size_text"]
