@@ -8,7 +8,7 @@ caller's program (`TypeError`, `ValueError`), never one of `shmcache.errors`.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, TypeVar
 
 U64_MAX: Final = (1 << 64) - 1
 USIZE_MAX: Final = U64_MAX
@@ -69,6 +69,16 @@ def bounded(value: object, what: str, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ValueError(f"{what} must be between {low} and {high}, not {value}")
     return int(value)
+
+
+_T = TypeVar("_T")
+
+
+def instance(value: object, kind: type[_T], what: str) -> _T:
+    """`value`, if it is a `kind`: what a typed language would have checked."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
+    return value
 
 
 def pool_name(value: object) -> str:

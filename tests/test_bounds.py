@@ -52,6 +52,14 @@ def test_an_int_subclass_becomes_a_plain_int(check: Check, low: int, high: int) 
     assert type(check(Number.SEVEN, "x")) is int
 
 
+def test_an_instance_of_a_class() -> None:
+    assert bounds.instance(True, bool, "protected_prefix") is True
+    assert bounds.instance(Number.SEVEN, int, "layer") is Number.SEVEN
+    for value in (1, None, "True", object()):
+        with pytest.raises(TypeError, match="protected_prefix must be a bool, not"):
+            bounds.instance(value, bool, "protected_prefix")
+
+
 def test_bounded_takes_any_range() -> None:
     assert bounds.bounded(1024, "owners_max", 1, bounds.OWNERS_MAX_LIMIT) == 1024
     with pytest.raises(ValueError, match="owners_max"):
