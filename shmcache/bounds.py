@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 U64_MAX: Final = (1 << 64) - 1
 USIZE_MAX: Final = U64_MAX
+U32_MAX: Final = (1 << 32) - 1
 I64_MIN: Final = -(1 << 63)
 I64_MAX: Final = (1 << 63) - 1
 I32_MIN: Final = -(1 << 31)
@@ -28,9 +29,13 @@ BLOCKS_MAX_LIMIT: Final = 1 << 24
 
 # Below this a pool has no arena: one page per block and its tables would cost more than they hold.
 ARENA_BYTES_MIN: Final = 64 << 10
+ARENA_BYTES_LIMIT: Final = 1 << 46
 
 LOCK_DEADLINE_NS: Final = 10_000_000_000
 LOCK_SLICE_NS: Final = 50_000_000
+
+# Levels of arrays and objects in a JSON text; a manifest needs 8, the rest is for unknown keys.
+JSON_NESTING_MAX: Final = 64
 
 SEGMENT_PREFIX: Final = "shmcache."
 # Room for the prefix and the suffix of a temporary name within the 255 bytes of a file name.
@@ -50,6 +55,16 @@ def usize(value: object, what: str) -> int:
     if type(value) is int and 0 <= value <= USIZE_MAX:
         return value
     return bounded(value, what, 0, USIZE_MAX)
+
+
+def u32(value: object, what: str) -> int:
+    """`value`, if it is a token id, slot, stream or schema version."""
+    return bounded(value, what, 0, U32_MAX)
+
+
+def nz32(value: object, what: str) -> int:
+    """`value`, if it is a head count, width, window or divisor: those are never zero."""
+    return bounded(value, what, 1, U32_MAX)
 
 
 def i64(value: object, what: str) -> int:
