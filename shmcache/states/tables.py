@@ -19,12 +19,12 @@ State = TypeVar("State", bound=Enum)
 class Transition(NamedTuple, Generic[State]):
     """`source` may become `target` by `event`; any pair of source and event not listed is refused.
 
-    `when` tells rows apart that share source and event, `result` is what the caller is answered;
-    both are words for the diagram.
+    None is absence: the source of what makes a thing, the target of what forgets it. `when` tells
+    rows apart that share source and event, `result` is what the caller is answered.
     """
 
-    source: State
+    source: State | None
     event: str
-    target: State
+    target: State | None
     when: str = ""
     result: str = ""
