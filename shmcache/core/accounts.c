@@ -17,7 +17,7 @@
 
 #include <string.h>
 
-/* ---- totals ---------------------------------------------------------------------------------- */
+/* ---- totals -------------------------------------------------------------------------------- */
 
 static bool add_usage(uint64_t *sum, const uint64_t *usage)
 {
@@ -54,7 +54,7 @@ static void put_current_and_peaks(struct shmc_handle *handle, const uint64_t *cu
             shmc_redo_put(handle, &control->peak[axis], current[axis]);
 }
 
-/* ---- entries --------------------------------------------------------------------------------- */
+/* ---- entries ------------------------------------------------------------------------------- */
 
 /* Finds a FREE entry and puts its removal from the free list into the record. */
 static enum shmc_status take_entry(struct shmc_handle *handle, struct shmc_table *table,
@@ -118,8 +118,7 @@ static enum shmc_status find_token(struct shmc_handle *handle, struct shmc_table
     return SHMC_OK;
 }
 
-/* ---- the manager index: id -> entry, chained
- * ----------------------------------------------------- */
+/* ---- the manager index: id -> entry, chained ----------------------------------------------- */
 
 uint64_t shmc_manager_bucket(const struct shmc_handle *handle, uint64_t id)
 {
@@ -173,7 +172,7 @@ static enum shmc_status choose_id(struct shmc_handle *handle, uint64_t *id)
     return SHMC_CORRUPT;
 }
 
-/* ---- requests -------------------------------------------------------------------------------- */
+/* ---- requests ------------------------------------------------------------------------------ */
 
 enum shmc_status shmc_accounts_register(struct shmc_handle *handle, struct shmc_request *request)
 {

@@ -81,9 +81,6 @@ void shmc_redo_put(struct shmc_handle *handle, uint64_t *word, uint64_t value);
 void shmc_redo_commit(struct shmc_handle *handle);
 enum shmc_status shmc_redo_recover(struct shmc_handle *handle);
 
-/* segment.c */
-bool shmc_nonce_is_local(uint64_t nonce);
-
 /* owners.c; called with the lock held */
 enum shmc_status shmc_owners_join(struct shmc_handle *handle);
 enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle,

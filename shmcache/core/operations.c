@@ -27,14 +27,15 @@ static bool needs_owner(enum shmc_operation operation)
     }
 }
 
-/* Marks the pool as replaced, unless an owner attached since the caller looked at all of them. */
+/* Marks the pool as replaced, unless an owner attached since the caller looked at all of them. Also
+ * the way out of POISONED: its users then learn that a new epoch is there. */
 static enum shmc_status retire(struct shmc_handle *handle, const struct shmc_request *request)
 {
     if (request->attach_seq != UINT64_MAX && request->attach_seq != handle->control->attach_seq)
         return SHMC_OWNERS_CHANGED;
-    return shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED)
-               ? SHMC_OK
-               : SHMC_STALE;
+    if (!shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED))
+        shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_POISONED, SHMC_POOL_RETIRED);
+    return SHMC_OK;
 }
 
 static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request *request)
@@ -63,8 +64,6 @@ static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request
         return shmc_owners_reclaim_begin(handle, request);
     case SHMC_OP_RECLAIM_STEP:
         return shmc_owners_reclaim_step(handle, request);
-    case SHMC_OP_RETIRE:
-        return retire(handle, request);
     default:
         return SHMC_STALE;
     }
@@ -109,6 +108,22 @@ static bool gives_back(const struct shmc_request *request)
     }
 }
 
+static bool works_in_any_state(enum shmc_operation operation)
+{
+    return operation == SHMC_OP_CHECK || operation == SHMC_OP_RETIRE;
+}
+
+/* What people do with a pool that may be poisoned: learn what is wrong, and end it. */
+static enum shmc_status inspect(struct shmc_handle *handle, struct shmc_request *request)
+{
+    if (request->operation == SHMC_OP_RETIRE)
+        return retire(handle, request);
+    shmc_check(handle, request);
+    if (request->problems_count != 0)
+        shmc_poison(handle);
+    return SHMC_OK;
+}
+
 enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *request,
                               uint64_t wait_ns)
 {
@@ -117,12 +132,10 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
     enum shmc_status status = shmc_lock(handle, wait_ns);
     if (status != SHMC_OK)
         return status;
-    if (request->operation == SHMC_OP_CHECK) {
-        shmc_check(handle, request); /* in any state: it is how people learn what is wrong */
-        if (request->problems_count != 0)
-            shmc_poison(handle);
+    if (works_in_any_state(request->operation)) {
+        status = inspect(handle, request);
         shmc_unlock(handle);
-        return SHMC_OK;
+        return status;
     }
     status = admission(handle, request->operation);
     if (status == SHMC_OK)

@@ -39,8 +39,7 @@
 #define STAT_FIELD_START_TICKS 22
 #define NS_PER_S               1000000000ull
 
-/* ---- files and memory
- * ---------------------------------------------------------------------------- */
+/* ---- files and memory ---------------------------------------------------------------------- */
 
 bool shmc_os_file_facts(int fd, struct shmc_file_facts *facts)
 {
@@ -120,8 +119,7 @@ void shmc_os_close(int fd)
         close(fd);
 }
 
-/* ---- numbers
- * ------------------------------------------------------------------------------------- */
+/* ---- numbers ------------------------------------------------------------------------------- */
 
 uint64_t shmc_os_random(void)
 {
@@ -153,8 +151,7 @@ pid_t shmc_os_pid(void)
     return getpid();
 }
 
-/* ---- futex
- * ----------------------------------------------------------------------------------------- */
+/* ---- futex --------------------------------------------------------------------------------- */
 
 void shmc_os_futex_wait(uint32_t *word, uint32_t seen, uint64_t wait_ns)
 {
@@ -168,8 +165,7 @@ void shmc_os_futex_wake_all(uint32_t *word)
     syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
 
-/* ---- locks on bytes of the segment file
- * ------------------------------------------------------------- */
+/* ---- locks on bytes of the segment file ---------------------------------------------------- */
 
 int shmc_os_reopen(int fd)
 {
@@ -198,8 +194,7 @@ enum shmc_answer shmc_os_byte_locked(int fd, uint64_t byte)
     return lock.l_type == F_UNLCK ? SHMC_NO : SHMC_YES;
 }
 
-/* ---- who and where this process is
- * --------------------------------------------------------------- */
+/* ---- who and where this process is --------------------------------------------------------- */
 
 /* Reads a small /proc file as text; false when it does not fit or cannot be read. */
 static bool read_text(const char *path, char *text, size_t text_bytes)
@@ -258,8 +253,7 @@ bool shmc_os_host_identity(struct shmc_host_identity *identity)
     return true;
 }
 
-/* ---- other processes
- * -------------------------------------------------------------------------------- */
+/* ---- other processes ----------------------------------------------------------------------- */
 
 int shmc_os_pidfd_open(pid_t pid)
 {

@@ -53,10 +53,7 @@ bool shmc_owner_view(const struct shmc_handle *handle, uint32_t slot, struct shm
            shmc_load_acquire(&owner->state) == state;
 }
 
-/* ---- verdict
- * ------------------------------------------------------------------------------------- */
-
-#ifndef SHMC_MUTANT_PID_ONLY
+/* ---- verdict ------------------------------------------------------------------------------- */
 
 /* Whether the process now behind the pid is another one than the slot's: same number, other
  * identity. */
@@ -69,6 +66,8 @@ static bool is_impostor(const struct shmc_owner_view *view, int pidfd)
     return view->start_ticks != 0 && shmc_os_process_stat((pid_t)view->pid, &stat) &&
            stat.start_ticks != view->start_ticks;
 }
+
+#ifndef SHMC_MUTANT_PID_ONLY
 
 /* execve keeps the pid, the start time and the pidfd but closes the exec lock. Another library may
  * have closed that descriptor too, so a free lock is only a suspicion: the proof is that the
@@ -108,27 +107,44 @@ static enum shmc_verdict verdict_without_pidfd(const struct shmc_handle *handle,
 
 #endif
 
+/* Damage is for check.c to report; it proves no death. */
+static bool is_plausible(const struct shmc_owner_view *view)
+{
+    return view->pid != 0 && view->pid <= PID_LIMIT && view->nonce != 0;
+}
+
 /* Decides what can be decided without asking the kernel about a pidfd; ALIVE means "go on". */
 static enum shmc_verdict verdict_by_number(const struct shmc_owner_view *view)
 {
-    if (view->pid == 0 || view->pid > PID_LIMIT || view->nonce == 0)
-        return SHMC_UNKNOWN; /* damage is for check.c to report, not a proof of death */
+    if (!is_plausible(view))
+        return SHMC_UNKNOWN;
     if (view->pid == (uint64_t)shmc_os_pid() && !shmc_nonce_is_local(view->nonce))
         return SHMC_DEAD; /* our own pid, but not our doing: before an execve, or a reused pid */
     return SHMC_ALIVE;
 }
 
+/* The identity is checked once, at the open: a cached descriptor is the owner's, whoever asked for
+ * it first. */
 int shmc_owner_pidfd(struct shmc_handle *handle, const struct shmc_owner_view *view)
 {
     struct shmc_pidfd *cached = &handle->pidfds[view->slot];
-    if (cached->nonce != view->nonce) {
-        if (cached->nonce != 0)
-            shmc_os_close(cached->fd);
-        cached->nonce = 0;
-        cached->fd = shmc_os_pidfd_open((pid_t)view->pid);
-        if (cached->fd >= 0)
-            cached->nonce = view->nonce;
+    if (!is_plausible(view)) {
+        errno = EDOM;
+        return -1;
     }
+    if (cached->nonce == view->nonce)
+        return cached->fd;
+    if (cached->nonce != 0)
+        shmc_os_close(cached->fd);
+    cached->nonce = 0;
+    cached->fd = shmc_os_pidfd_open((pid_t)view->pid);
+    if (cached->fd >= 0 && is_impostor(view, cached->fd)) {
+        shmc_os_close(cached->fd);
+        cached->fd = -1;
+        errno = ESRCH; /* the owner is gone, its number is not */
+    }
+    if (cached->fd >= 0)
+        cached->nonce = view->nonce;
     return cached->fd;
 }
 
@@ -149,16 +165,12 @@ enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle, const struct sh
     enum shmc_verdict verdict = verdict_by_number(view);
     if (verdict != SHMC_ALIVE || view->pid == (uint64_t)shmc_os_pid())
         return verdict;
-    bool known = handle->pidfds[view->slot].nonce == view->nonce;
     int pidfd = shmc_owner_pidfd(handle, view);
     if (pidfd < 0)
         return errno_proves_death(errno) ? SHMC_DEAD : verdict_without_pidfd(handle, view);
-    bool dead = !known && is_impostor(view, pidfd);
-    if (!dead)
-        shmc_os_poll_dead(&pidfd, &dead, 1);
-    if (dead)
-        return SHMC_DEAD;
-    return exec_verdict(handle, view);
+    bool dead = false;
+    shmc_os_poll_dead(&pidfd, &dead, 1);
+    return dead ? SHMC_DEAD : exec_verdict(handle, view);
 #endif
 }
 
@@ -175,8 +187,7 @@ uint32_t shmc_find_dead(struct shmc_handle *handle, struct shmc_owner_view *dead
     return found;
 }
 
-/* ---- joining and cleaning, with the lock held
- * ------------------------------------------------------ */
+/* ---- joining and cleaning, with the lock held ---------------------------------------------- */
 
 /* Claims a FREE slot. Idempotent: two threads of one process may race here. */
 enum shmc_status shmc_owners_join(struct shmc_handle *handle)

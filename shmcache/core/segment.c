@@ -30,8 +30,7 @@
 #define MODE_OTHERS                0007u
 #define MODE_GROUP                 0060u
 
-/* ---- layout: a pure function of the geometry
- * ----------------------------------------------------- */
+/* ---- layout: a pure function of the geometry ----------------------------------------------- */
 
 static uint64_t power_of_two_at_least(uint64_t value)
 {
@@ -314,8 +313,7 @@ static void prepare_owner(struct shmc_handle *handle)
         handle->lock_fd >= 0 && shmc_os_lock_byte(handle->lock_fd, handle->nonce >> 2);
 }
 
-/* ---- the handles of this process, and fork
- * ------------------------------------------------------- */
+/* ---- the handles of this process, and fork ------------------------------------------------- */
 
 static pthread_mutex_t registry_mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct shmc_handle *registry;
@@ -501,8 +499,7 @@ uint64_t shmc_attach_seq(const struct shmc_handle *handle)
     return shmc_load_acquire(&handle->control->attach_seq);
 }
 
-/* ---- self-test
- * ------------------------------------------------------------------------------------ */
+/* ---- self-test ----------------------------------------------------------------------------- */
 
 static void lock_and_wait_for_death(void *mutex)
 {

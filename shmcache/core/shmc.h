@@ -89,7 +89,7 @@ struct shmc_refusal {
     uint64_t actual;
 };
 
-/* ---- segment.c: format, open, close ------------------------------------------------------- */
+/* ---- segment.c: format, open, close -------------------------------------------------------- */
 
 /* Checked copies of the immutable facts, plus where the regions are in this process. */
 struct shmc_handle;
@@ -119,6 +119,9 @@ bool shmc_is_mine(const struct shmc_handle *handle);
 /* A value that no forked child shares; never 0. */
 uint64_t shmc_process_guard(void);
 
+/* Whether a handle of this very process has the nonce. */
+bool shmc_nonce_is_local(uint64_t nonce);
+
 const struct shmc_header *shmc_header(const struct shmc_handle *handle);
 void *shmc_region(const struct shmc_handle *handle, enum shmc_region region);
 uint32_t shmc_slot(const struct shmc_handle *handle); /* UINT32_MAX before the join */
@@ -127,7 +130,7 @@ enum shmc_pool_state shmc_pool_state(const struct shmc_handle *handle);
 void shmc_poison(struct shmc_handle *handle);
 uint64_t shmc_attach_seq(const struct shmc_handle *handle); /* a hint, read without the lock */
 
-/* ---- operations.c: one request, one critical section -------------------------------------- */
+/* ---- operations.c: one request, one critical section --------------------------------------- */
 
 enum shmc_operation {
     SHMC_OP_NONE,

@@ -1,0 +1,576 @@
+# One process's place in one segment. Included by _core.pyx, whose docstring says what holds here.
+
+cdef struct Pending:
+    shmc_operation operation
+    shmc_token token
+
+
+cdef class Attachment:
+    """One process's place in one segment: the handle, its calls in flight, its pending releases."""
+
+    cdef shmc_handle *_handle
+    cdef int _fd
+    cdef bint _owns_slot       # False: an observer, which holds nothing
+    cdef bint _closed
+    cdef uint32_t _calls       # in flight in this process
+    cdef uint32_t _era         # counts reopenings after a fork
+    cdef uint32_t _waiting     # threads waiting for capacity
+    cdef Pending *_pending     # releases that met a taken lock in a finalizer
+    cdef size_t _pending_count
+    cdef size_t _pending_room
+    cdef size_t _tokens        # alive; room for all of them is kept in _pending
+    cdef readonly str name
+    cdef readonly object id
+    cdef readonly object limits
+    cdef object __weakref__
+
+    def __cinit__(self):
+        self._fd = -1
+        self._closed = True
+
+    def _attach(self, int fd, str name, object limits_type, bint owns_slot):
+        """Take over `fd` and open its segment; join it unless this only observes. Once per object."""
+        if self.id is not None:
+            os.close(fd)
+            raise TypeError("this handle has been attached before")
+        cdef shmc_refusal refusal
+        cdef int status = shmc_open(fd, owns_slot, &self._handle, &refusal)
+        if status != SHMC_OK:
+            os.close(fd)
+            raise _open_error(status, &refusal, "open")
+        cdef const shmc_header *header = shmc_header_of(self._handle)
+        self._fd = fd
+        self._owns_slot = owns_slot
+        self._closed = False
+        self.name = name
+        self.id = header.pool_id
+        self.limits = limits_type(
+            header.geometry.limits[0], header.geometry.limits[1],
+            header.geometry.limits[2], header.geometry.limits[3])
+        if owns_slot:
+            try:
+                self._join()
+            except BaseException:
+                self.close()
+                raise
+
+    def __dealloc__(self):
+        if not self._closed:
+            if shmc_is_mine(self._handle):
+                self._leave_quietly()
+            self._unmap()
+        free(self._pending)
+
+    # -- requests
+
+    cdef int _run(self, shmc_request *request) except -1:
+        """Perform the request; returns its status. Raises for a closed handle or a held lock."""
+        cdef int status
+        if self._closed:
+            raise SegmentError.Closed(self.name)
+        if self._pending_count:
+            self._drain()
+        status = shmc_perform(self._handle, request, 0)
+        if status == SHMC_BUSY or status == SHMC_FORKED or status == SHMC_NOT_JOINED:
+            status = self._run_slowly(request, status)
+        if self._pending_count:
+            self._drain()
+        return status
+
+    cdef int _run_slowly(self, shmc_request *request, int status) except -1:
+        cdef uint64_t waited_ns = 0
+        cdef uint64_t started_ns
+        cdef uint32_t era = self._era
+        self._calls += 1
+        try:
+            while True:
+                if status == SHMC_FORKED:
+                    self._reopen()
+                    era = self._era
+                    self._calls += 1
+                elif status == SHMC_NOT_JOINED:
+                    if not self._owns_slot or request.operation == SHMC_OP_JOIN:
+                        return status
+                    self._join()
+                elif status != SHMC_BUSY:
+                    return status
+                elif waited_ns >= <uint64_t>LOCK_DEADLINE_NS:
+                    raise self._lock_held(waited_ns)
+                started_ns = time.monotonic_ns()
+                with nogil:
+                    status = shmc_perform(self._handle, request, SLICE_NS)
+                if status == SHMC_BUSY:
+                    waited_ns += time.monotonic_ns() - started_ns
+                    PyErr_CheckSignals()
+                    if self._closed:
+                        raise SegmentError.Closed(self.name)
+        finally:
+            if era == self._era:
+                self._calls -= 1
+
+    cdef object _lock_held(self, uint64_t waited_ns):
+        cdef int tid = shmc_lock_holder(self._handle)
+        pid, state = tid, "unknown"
+        try:
+            with open(f"/proc/{tid}/status", encoding="utf-8", errors="replace") as status:
+                fields = dict(line.split(":", 1) for line in status if ":" in line)
+            pid, state = int(fields["Tgid"]), fields["State"].split()[0]
+        except (OSError, KeyError, ValueError, IndexError):
+            pass
+        return SegmentError.LockHeld(pid, state, waited_ns)
+
+    cdef int _join(self) except -1:
+        cdef shmc_request request
+        memset(&request, 0, sizeof(request))
+        request.operation = SHMC_OP_JOIN
+        cdef int status = self._run(&request)
+        if status == SHMC_OWNERS_FULL and self._sweep():
+            status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        return 0
+
+    cdef int _reopen(self) except -1:
+        """In a forked child: map the segment again, as a stranger to the parent's slot and tokens."""
+        cdef shmc_handle *handle = NULL
+        cdef shmc_refusal refusal
+        cdef int status
+        if shmc_is_mine(self._handle):
+            return 0  # another thread of the child was first
+        status = shmc_open(self._fd, self._owns_slot, &handle, &refusal)
+        if status == SHMC_OK and shmc_header_of(handle).pool_id != self.id:
+            shmc_close(handle)
+            status = SHMC_SYSTEM
+        if status == SHMC_REFUSED and refusal.check not in (SHMC_CHECK_MAGIC, SHMC_CHECK_SIZE,
+                                                            SHMC_CHECK_FILE_TYPE):
+            raise _open_error(status, &refusal, "open")
+        if status != SHMC_OK:
+            # The descriptor was closed or reused by whoever forked (daemons close everything).
+            self._fd = self._find_again()
+            status = shmc_open(self._fd, self._owns_slot, &handle, &refusal)
+            if status != SHMC_OK:
+                raise _open_error(status, &refusal, "open")
+        shmc_close(self._handle)
+        self._handle = handle
+        self._calls = 0
+        self._waiting = 0
+        self._pending_count = 0
+        self._era += 1
+        return 0
+
+    def _find_again(self):
+        """A new descriptor of the same segment; the subclass knows its name."""
+        raise SegmentError.Closed(self.name)
+
+    # -- releasing
+
+    cdef int _keep_room(self) except -1:
+        """Room for every live token in the pending list, so that a finalizer need not allocate."""
+        cdef size_t room
+        cdef void *pending
+        if self._tokens + self._pending_count < self._pending_room:
+            return 0
+        room = 16 if self._pending_room == 0 else self._pending_room * 2
+        pending = realloc(self._pending, room * sizeof(Pending))
+        if pending == NULL:
+            raise MemoryError()
+        self._pending = <Pending *>pending
+        self._pending_room = room
+        return 0
+
+    cdef void _postpone(self, shmc_operation operation, shmc_token token) noexcept:
+        if self._pending_count < self._pending_room:
+            self._pending[self._pending_count].operation = operation
+            self._pending[self._pending_count].token = token
+            self._pending_count += 1
+
+    cdef void _drain(self) noexcept:
+        """Release what finalizers could not, as far as the lock is free."""
+        cdef shmc_request request
+        cdef Pending last
+        while self._pending_count:
+            last = self._pending[self._pending_count - 1]
+            request.operation = last.operation
+            request.token = last.token
+            if shmc_perform(self._handle, &request, 0) == SHMC_BUSY:
+                return
+            if self._pending_count:
+                self._pending_count -= 1
+
+    cdef int _release(self, shmc_operation operation, shmc_token token, uint64_t guard) except -1:
+        """An explicit release: in effect on return, or queued when the lock's holder is stopped."""
+        cdef shmc_request request
+        self._tokens -= 1
+        if self._closed or guard != shmc_process_guard():
+            return 0
+        request.operation = operation
+        request.token = token
+        try:
+            self._run(&request)
+        except SegmentError.LockHeld:
+            self._postpone(operation, token)
+        except BaseException:
+            self._postpone(operation, token)  # a signal handler raised: the charge must still go
+            raise
+        return 0
+
+    cdef void _release_from_finalizer(self, shmc_operation operation, shmc_token token,
+                                      uint64_t guard) noexcept:
+        cdef shmc_request request
+        self._tokens -= 1
+        if self._closed or guard != shmc_process_guard():
+            return
+        request.operation = operation
+        request.token = token
+        if shmc_perform(self._handle, &request, 0) == SHMC_BUSY:
+            self._postpone(operation, token)
+
+    # -- the contract's calls
+
+    def register_manager(self, manager):
+        """Register a manager (None: under a free id) with zero usage; returns its membership."""
+        cdef shmc_request request
+        request.operation = SHMC_OP_REGISTER
+        request.allocate_id = manager is None
+        request.id = 0 if manager is None else u64(manager, "manager")
+        self._keep_room()
+        cdef int status = self._run(&request)
+        if status == SHMC_MANAGERS_FULL and self._sweep():
+            status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        return _make_membership(self, &request)
+
+    def update_manager(self, manager, usage):
+        """Replace what the manager has published; returns the new aggregate of the whole pool."""
+        cdef shmc_request request
+        request.operation = SHMC_OP_UPDATE
+        request.id = u64(manager, "manager")
+        _read_usage(usage, request.usage)
+        cdef int status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        return _make_usage(request.aggregate)
+
+    def publish_and_release(self, manager, usage, CachePoolReservation reservation not None):
+        """Publish `usage` and release the reservation as one change; returns the new aggregate.
+
+        No other process can see both charges, and peaks move once, after both.
+        """
+        cdef shmc_request request
+        if reservation._released or reservation._pool is not self:
+            raise ValueError("the reservation was released already, or belongs to another pool")
+        if reservation._guard != shmc_process_guard():
+            raise ValueError("the reservation belongs to the process that this one was forked from")
+        request.operation = SHMC_OP_PUBLISH_AND_RELEASE
+        request.id = u64(manager, "manager")
+        request.token = reservation._token
+        _read_usage(usage, request.usage)
+        cdef int status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        if not reservation._released:
+            reservation._released = True
+            self._tokens -= 1
+        return _make_usage(request.aggregate)
+
+    def reserve(self, usage, *, timeout=0):
+        """Admit `usage` on all axes or raise the refusal; wait up to `timeout` seconds for room.
+
+        A refusal first reclaims dead owners. `timeout=None` waits for ever; expiry raises the refusal.
+        """
+        token = self._reserve_now(usage)
+        if type(token) is CachePoolReservation:
+            return token
+        return self._reserve_patiently(usage, timeout, token)
+
+    def reserve_transfer(self, bytes, *, timeout=0):
+        """`reserve` on the transfer axis alone."""
+        usage = _usage_type(transfer_in_flight_bytes=u64(bytes, "bytes"))
+        return self.reserve(usage, timeout=timeout)
+
+    def _reserve_once(self, usage):
+        """One admission: the token, or the refusal as a value; other errors are raised."""
+        return self._reserve_now(usage)
+
+    cdef object _reserve_now(self, object usage):
+        cdef shmc_request request
+        request.operation = SHMC_OP_RESERVE
+        _read_usage(usage, request.usage)
+        self._keep_room()
+        cdef int status = self._run(&request)
+        if status == SHMC_OK:
+            return _make_reservation(self, &request)
+        error = _error(self, status, &request)
+        if status == SHMC_BUDGET_EXCEEDED or status == SHMC_RESERVATIONS_FULL:
+            return error
+        raise error
+
+    def report(self):
+        """All totals and peaks at one instant."""
+        cdef shmc_request request
+        request.operation = SHMC_OP_REPORT
+        cdef int status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        cdef shmc_report *r = &request.report
+        return _report_type(
+            self.id, r.managers, r.current[0], r.peak[0], r.current[1], r.peak[1],
+            r.current[2], r.peak[2], r.current[3], r.peak[3], self.limits)
+
+    # -- owners
+
+    def _owner_rows(self):
+        """(slot, state, nonce, pid, start ticks, attach sequence, verdict) of each slot in use."""
+        cdef shmc_owner_view view
+        cdef uint32_t slot
+        self._ready()
+        rows = []
+        for slot in range(shmc_header_of(self._handle).geometry.owners_max):
+            if shmc_owner_view_of(self._handle, slot, &view):
+                rows.append((slot, view.state, view.nonce, view.pid, view.start_ticks,
+                             view.attach_seq, shmc_owner_verdict(self._handle, &view)))
+        return rows
+
+    def _owner_pidfd(self, uint32_t slot, nonce):
+        """A descriptor that is readable once this owner is dead, or -1; belongs to the handle."""
+        cdef shmc_owner_view view
+        self._ready()
+        if slot >= self._capacity(2) or not shmc_owner_view_of(self._handle, slot, &view):
+            return -1
+        if view.nonce != nonce:
+            return -1
+        return shmc_owner_pidfd(self._handle, &view)
+
+    def _held_rows(self):
+        """(managers, reservations, four axes) of every slot at one instant."""
+        cdef shmc_request request
+        cdef uint32_t count = self._capacity(2)
+        cdef shmc_held *rows = <shmc_held *>calloc(count, sizeof(shmc_held))
+        if rows == NULL:
+            raise MemoryError()
+        try:
+            request.operation = SHMC_OP_HELD
+            request.held_rows = rows
+            status = self._run(&request)
+            if status != SHMC_OK:
+                raise _error(self, status, &request)
+            return [(rows[k].managers, rows[k].reservations, _make_usage(rows[k].usage))
+                    for k in range(count)]
+        finally:
+            free(rows)
+
+    def _find_dead(self):
+        """(slot, nonce, pid) of owners proved dead, and of slots whose cleaning was left half-way."""
+        cdef shmc_owner_view *dead
+        cdef uint32_t count, k
+        self._ready()
+        count = self._capacity(2)
+        dead = <shmc_owner_view *>calloc(count, sizeof(shmc_owner_view))
+        if dead == NULL:
+            raise MemoryError()
+        try:
+            count = shmc_find_dead(self._handle, dead, count)
+            return [(dead[k].slot, dead[k].nonce, dead[k].pid) for k in range(count)]
+        finally:
+            free(dead)
+
+    def _reclaim(self, uint32_t slot, nonce):
+        """Empty one owner's slot in chunks; returns how many entries this call gave back."""
+        cdef shmc_request request
+        cdef uint64_t released = 0
+        cdef int status
+        memset(&request, 0, sizeof(request))
+        request.owner_slot = slot
+        request.owner_nonce = nonce
+        request.operation = SHMC_OP_RECLAIM_BEGIN
+        status = self._run(&request)
+        request.operation = SHMC_OP_RECLAIM_STEP
+        while status == SHMC_OK or status == SHMC_MORE:
+            status = self._run(&request)
+            released += request.released
+            if status == SHMC_OK:
+                return released
+        if status != SHMC_STALE:
+            raise _error(self, status, &request)
+        return released
+
+    def _sweep(self):
+        """Reclaim every dead owner; returns how many there were."""
+        dead = self._find_dead()
+        for slot, nonce, _ in dead:
+            self._reclaim(slot, nonce)
+        return len(dead)
+
+    def _retire(self, attach_seq):
+        """Mark the epoch as over; False when an owner attached since `attach_seq` was read."""
+        cdef shmc_request request
+        request.operation = SHMC_OP_RETIRE
+        request.attach_seq = UINT64_MAX if attach_seq is None else attach_seq
+        cdef int status = self._run(&request)
+        if status in (SHMC_OK, SHMC_STALE, SHMC_RETIRED, SHMC_POISONED):
+            return True
+        if status == SHMC_OWNERS_CHANGED:
+            return False
+        raise _error(self, status, &request)
+
+    # -- checking, waiting, leaving
+
+    def _check(self, uint32_t problems_max):
+        """(kind, index, expected, actual) of the first findings, and how many there are in all."""
+        cdef shmc_request request
+        cdef shmc_problem *problems = <shmc_problem *>calloc(problems_max, sizeof(shmc_problem))
+        cdef uint32_t k
+        if problems == NULL:
+            raise MemoryError()
+        try:
+            request.operation = SHMC_OP_CHECK
+            request.problems = problems
+            request.problems_max = problems_max
+            status = self._run(&request)
+            if status != SHMC_OK:
+                raise _error(self, status, &request)
+            found = [(problems[k].kind, problems[k].index, problems[k].expected,
+                      problems[k].actual)
+                     for k in range(min(problems_max, request.problems_count))]
+            return found, request.problems_count
+        finally:
+            free(problems)
+
+    def _state(self):
+        """0 active, 1 retired, 2 poisoned; read without the lock."""
+        self._ready()
+        return <int>shmc_pool_state_of(self._handle)
+
+    def _attach_seq(self):
+        """How many owners have attached so far; read without the lock."""
+        self._ready()
+        return shmc_attach_seq(self._handle)
+
+    def _capacity(self, int table):
+        """Of the managers (0), reservations (1) or owners (2) table."""
+        self._ready()
+        cdef const shmc_geometry *geometry = &shmc_header_of(self._handle).geometry
+        return (geometry.managers_max, geometry.reservations_max, geometry.owners_max)[table]
+
+    def _geometry(self):
+        """The numbers the segment was created with, as the fields of a `SegmentGeometry`."""
+        self._ready()
+        cdef const shmc_header *header = shmc_header_of(self._handle)
+        cdef const shmc_geometry *geometry = &header.geometry
+        return dict(
+            arena_bytes=geometry.arena_bytes, blocks_max=geometry.blocks_max,
+            owners_max=geometry.owners_max, managers_max=geometry.managers_max,
+            reservations_max=geometry.reservations_max, mode=geometry.mode,
+            eviction_policy=geometry.eviction_policy, flags=geometry.flags)
+
+    def _facts(self):
+        """(total bytes, bytes before the arena, created ns, slot or -1, nonce)."""
+        self._ready()
+        cdef const shmc_header *header = shmc_header_of(self._handle)
+        cdef uint32_t slot = shmc_slot(self._handle)
+        return (header.total_bytes, header.region_offset[<int>SHMC_REGION_ARENA], header.created_ns,
+                -1 if slot == UINT32_MAX else slot, shmc_nonce(self._handle))
+
+    def _wait_begin(self):
+        """Join the threads that wait for capacity; returns the release counter as it is now."""
+        self._ready()
+        self._waiting += 1
+        if self._waiting == 1:
+            shmc_waiter_set(self._handle, True)
+        return shmc_release_counter(self._handle)
+
+    def _wait_end(self):
+        """Leave the threads that wait for capacity."""
+        if self._waiting and not self._closed:
+            self._waiting -= 1
+            if self._waiting == 0:
+                shmc_waiter_set(self._handle, False)
+
+    def _wait_release(self, uint32_t seen, uint64_t wait_ns):
+        """Sleep until something was released since `seen`, at most `wait_ns`; returns the counter."""
+        cdef uint32_t era = self._era
+        self._ready()
+        self._calls += 1
+        try:
+            with nogil:
+                shmc_wait_release(self._handle, seen, wait_ns)
+            PyErr_CheckSignals()
+            return shmc_release_counter(self._handle)
+        finally:
+            if era == self._era:
+                self._calls -= 1
+
+    cdef int _ready(self) except -1:
+        """Open, and of this process."""
+        if self._closed:
+            raise SegmentError.Closed(self.name)
+        if not shmc_is_mine(self._handle):
+            self._reopen()
+        return 0
+
+    @property
+    def closed(self):
+        """Whether `close` was called, or attaching failed."""
+        return bool(self._closed)
+
+    def fileno(self):
+        """The descriptor of the segment."""
+        if self._closed:
+            raise SegmentError.Closed(self.name)
+        return self._fd
+
+    def close(self):
+        """Give back all that this attachment holds and leave. Idempotent, silent, in any process."""
+        if self._closed:
+            return
+        self._closed = True
+        if shmc_is_mine(self._handle):
+            while self._calls:  # they see _closed at their next slice
+                time.sleep(0.001)
+            self._leave()
+        self._unmap()
+
+    cdef int _leave(self) except -1:
+        """The orderly way out, in slices; a slot that cannot be left is swept like a dead one's."""
+        cdef shmc_request request
+        cdef int status
+        cdef uint64_t deadline_ns = <uint64_t>time.monotonic_ns() + <uint64_t>LOCK_DEADLINE_NS
+        memset(&request, 0, sizeof(request))
+        request.owner_slot = shmc_slot(self._handle)
+        request.owner_nonce = shmc_nonce(self._handle)
+        request.operation = SHMC_OP_RECLAIM_BEGIN
+        if request.owner_slot == UINT32_MAX:
+            return 0
+        while <uint64_t>time.monotonic_ns() < deadline_ns:
+            with nogil:
+                status = shmc_perform(self._handle, &request, SLICE_NS)
+            if status == SHMC_OK and request.operation == SHMC_OP_RECLAIM_BEGIN:
+                request.operation = SHMC_OP_RECLAIM_STEP
+            elif status != SHMC_BUSY and status != SHMC_MORE:
+                return 0
+        return 0
+
+    cdef void _leave_quietly(self) noexcept:
+        """The same from a finalizer: as far as the lock is free."""
+        cdef shmc_request request
+        cdef int status
+        memset(&request, 0, sizeof(request))
+        request.owner_slot = shmc_slot(self._handle)
+        request.owner_nonce = shmc_nonce(self._handle)
+        if request.owner_slot == UINT32_MAX:
+            return
+        request.operation = SHMC_OP_RECLAIM_BEGIN
+        if shmc_perform(self._handle, &request, 0) != SHMC_OK:
+            return
+        request.operation = SHMC_OP_RECLAIM_STEP
+        status = SHMC_MORE
+        while status == SHMC_MORE:
+            status = shmc_perform(self._handle, &request, 0)
+
+    cdef void _unmap(self) noexcept:
+        shmc_close(self._handle)
+        self._handle = NULL
+        self._closed = True
+        close_descriptor(self._fd)
+        self._fd = -1

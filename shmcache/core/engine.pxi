@@ -1,0 +1,174 @@
+# The engine's interface as Cython sees it: core/shmc.h, which is where everything is explained.
+
+cdef extern from "shmc.h" nogil:
+    enum shmc_status:
+        SHMC_OK
+        SHMC_BUSY
+        SHMC_MORE
+        SHMC_FORKED
+        SHMC_NOT_JOINED
+        SHMC_STALE
+        SHMC_LOST_SLOT
+        SHMC_RETIRED
+        SHMC_POISONED
+        SHMC_BUDGET_EXCEEDED
+        SHMC_PUBLICATION_OVERFLOW
+        SHMC_ADMISSION_OVERFLOW
+        SHMC_DUPLICATE_MANAGER
+        SHMC_UNKNOWN_MANAGER
+        SHMC_MANAGERS_FULL
+        SHMC_RESERVATIONS_FULL
+        SHMC_OWNERS_FULL
+        SHMC_OWNERS_CHANGED
+        SHMC_CORRUPT
+        SHMC_REFUSED
+        SHMC_SYSTEM
+        SHMC_STATUS_COUNT
+
+    enum shmc_check_name:
+        SHMC_CHECK_FILE_TYPE
+        SHMC_CHECK_SIZE
+        SHMC_CHECK_MAGIC
+
+    enum shmc_region:
+        SHMC_REGION_ARENA
+
+    enum shmc_pool_state:
+        SHMC_POOL_ACTIVE
+        SHMC_POOL_RETIRED
+        SHMC_POOL_POISONED
+
+    enum shmc_owner_state:
+        SHMC_OWNER_CLEANING
+
+    enum shmc_verdict:
+        SHMC_ALIVE
+        SHMC_DEAD
+        SHMC_UNKNOWN
+
+    enum shmc_problem_kind:
+        SHMC_PROBLEM_KINDS
+
+    enum shmc_operation:
+        SHMC_OP_JOIN
+        SHMC_OP_REGISTER
+        SHMC_OP_UPDATE
+        SHMC_OP_RESERVE
+        SHMC_OP_RELEASE_MANAGER
+        SHMC_OP_RELEASE_RESERVATION
+        SHMC_OP_PUBLISH_AND_RELEASE
+        SHMC_OP_REPORT
+        SHMC_OP_HELD
+        SHMC_OP_RECLAIM_BEGIN
+        SHMC_OP_RECLAIM_STEP
+        SHMC_OP_RETIRE
+        SHMC_OP_CHECK
+
+    struct shmc_geometry:
+        uint64_t limits[4]
+        uint64_t arena_bytes
+        uint64_t blocks_max
+        uint32_t owners_max
+        uint32_t managers_max
+        uint32_t reservations_max
+        uint32_t eviction_policy
+        uint32_t flags
+        uint32_t mode
+
+    struct shmc_header:
+        uint64_t total_bytes
+        uint64_t pool_id
+        uint64_t created_ns
+        shmc_geometry geometry
+        uint64_t region_offset[1]
+
+    struct shmc_refusal:
+        shmc_check_name check
+        uint64_t expected
+        uint64_t actual
+
+    struct shmc_handle:
+        pass
+
+    struct shmc_token:
+        uint64_t index
+        uint64_t generation
+
+    struct shmc_report:
+        uint64_t managers
+        uint64_t reservations
+        uint64_t owners
+        uint64_t recoveries
+        uint64_t current[4]
+        uint64_t peak[4]
+
+    struct shmc_held:
+        uint64_t managers
+        uint64_t reservations
+        uint64_t usage[4]
+
+    struct shmc_problem:
+        shmc_problem_kind kind
+        uint64_t index
+        uint64_t expected
+        uint64_t actual
+
+    struct shmc_request:
+        shmc_operation operation
+        bint allocate_id
+        uint64_t id
+        uint64_t usage[4]
+        shmc_token token
+        uint64_t aggregate[4]
+        uint32_t axis
+        uint64_t required
+        uint64_t budget
+        shmc_report report
+        shmc_held *held_rows
+        uint32_t owner_slot
+        uint64_t owner_nonce
+        uint64_t cursor
+        uint64_t released
+        uint64_t attach_seq
+        shmc_problem *problems
+        uint32_t problems_max
+        uint32_t problems_count
+
+    struct shmc_owner_view:
+        uint32_t slot
+        shmc_owner_state state
+        uint64_t nonce
+        uint64_t pid
+        uint64_t start_ticks
+        uint64_t attach_seq
+
+    const char *shmc_status_name(shmc_status status)
+    bint shmc_status_retry(shmc_status status)
+    const char *shmc_check_name_text(shmc_check_name check)
+    const char *shmc_problem_text(shmc_problem_kind kind)
+
+    uint64_t shmc_segment_bytes(const shmc_geometry *geometry)
+    shmc_status shmc_format(int fd, const shmc_geometry *geometry, shmc_refusal *refusal)
+    shmc_status shmc_open(int fd, bint as_owner, shmc_handle **handle, shmc_refusal *refusal)
+    void shmc_close(shmc_handle *handle)
+    bint shmc_is_mine(const shmc_handle *handle)
+    uint64_t shmc_process_guard()
+    bint shmc_nonce_is_local(uint64_t nonce)
+    const shmc_header *shmc_header_of "shmc_header"(const shmc_handle *handle)
+    uint32_t shmc_slot(const shmc_handle *handle)
+    uint64_t shmc_nonce(const shmc_handle *handle)
+    shmc_pool_state shmc_pool_state_of "shmc_pool_state"(const shmc_handle *handle)
+    uint64_t shmc_attach_seq(const shmc_handle *handle)
+
+    shmc_status shmc_perform(shmc_handle *handle, shmc_request *request, uint64_t wait_ns)
+    int shmc_lock_holder(const shmc_handle *handle)
+
+    bint shmc_owner_view_of "shmc_owner_view"(
+        const shmc_handle *handle, uint32_t slot, shmc_owner_view *view)
+    shmc_verdict shmc_owner_verdict(shmc_handle *handle, const shmc_owner_view *view)
+    uint32_t shmc_find_dead(shmc_handle *handle, shmc_owner_view *dead, uint32_t max)
+    int shmc_owner_pidfd(shmc_handle *handle, const shmc_owner_view *view)
+
+    void shmc_waiter_set(shmc_handle *handle, bint waiting)
+    uint32_t shmc_release_counter(const shmc_handle *handle)
+    void shmc_wait_release(shmc_handle *handle, uint32_t seen, uint64_t wait_ns)

@@ -1,0 +1,197 @@
+"""Take names away from segments, and only from those that nobody uses.
+
+Why         /dev/shm is shared with strangers and survives its users. A name removed too early
+            splits a pool in two; one never removed fills the host.
+Contract    A name is removed or replaced only under the exclusive name lock of the file that has
+            it, after looking again whether it still has it. A file that no process of this host
+            could ever attach to (another boot, a gone namespace, damage, foreign bytes, a retired
+            epoch), that is ours, and that no owner holds, is a leftover. Age and pids prove
+            nothing here: owners hold locks on the file, which the kernel drops with their last
+            descriptor, in any namespace.
+Concurrency Locks are on open file descriptions; two threads exclude each other like two
+            processes.
+Death       A killed remover leaves the name or does not; both are ordinary states.
+Source      C06-C08, C48, C55, C68-C70 of the field's bug reports; PostgreSQL's "maybe in use".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from shmcache import _core, bounds
+from shmcache.errors import SegmentError
+from shmcache.pool.values import CachePoolLimits
+
+SHM_DIRECTORY = Path("/dev/shm")
+TEMPORARY_PREFIX = ".shmcache-new."
+
+# Byte locks on a segment's file: an owner holds one below (core/segment.c), a remover this one.
+_NAME_BYTE = 1 << 62
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+
+# Checks that no process of this host and release will ever pass.
+_HOPELESS = frozenset(
+    "size magic version abi checksum geometry boot_id pid_namespace time_namespace".split()
+)
+
+_log = logging.getLogger("shmcache")
+
+
+def segment_path(name: str) -> Path:
+    """Where the segment of this pool is."""
+    return SHM_DIRECTORY / f"{bounds.SEGMENT_PREFIX}{bounds.pool_name(name)}"
+
+
+def segment_names() -> list[str]:
+    """Pool names that exist on this host, whoever made them."""
+    prefix = bounds.SEGMENT_PREFIX
+    return sorted(path.name.removeprefix(prefix) for path in SHM_DIRECTORY.glob(f"{prefix}*"))
+
+
+# ---- locks on a file ---------------------------------------------------------------------------
+
+
+def lock_name(fd: int) -> bool:
+    """Take the right to remove or replace the name of this file; False when somebody has it."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, _NAME_BYTE, 1))
+    except OSError:
+        return False
+    return True
+
+
+def unlock_name(fd: int) -> None:
+    """Give that right back; closing every copy of the descriptor does it too."""
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK, _NAME_BYTE, 1))
+
+
+def held_by_owner(fd: int) -> bool:
+    """Whether any process, in whatever namespace, is attached as an owner."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, 0, _NAME_BYTE))
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _flock(kind: int, start: int, length: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+
+
+def has_name(fd: int, path: Path) -> bool:
+    """Whether this very file, not another of the name, is at the path."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[int | None]:
+    """A descriptor of the file at the path with its name locked; None when that cannot be had."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        yield None
+        return
+    try:
+        yield fd if lock_name(fd) and has_name(fd, path) else None
+    finally:
+        os.close(fd)
+
+
+# ---- leftovers ---------------------------------------------------------------------------------
+
+
+def collect_leftovers() -> int:
+    """Remove temporary files whose creator is gone; returns how many there were."""
+    collected = 0
+    for path in SHM_DIRECTORY.glob(f"{TEMPORARY_PREFIX}*"):
+        with _locked(path) as fd:
+            if fd is not None:
+                path.unlink()
+                collected += 1
+    return collected
+
+
+def remove_leftover(name: str) -> bool:
+    """Remove the file of this name if it is a leftover; whether the name is free now."""
+    path = segment_path(name)
+    with _locked(path) as fd:
+        if fd is not None and _is_leftover(fd, name):
+            _log.warning("removed %s: no process can attach to it and none holds it", path)
+            path.unlink()
+    return not os.path.lexists(path)
+
+
+def _is_leftover(fd: int, name: str) -> bool:
+    if os.fstat(fd).st_uid != os.geteuid() or held_by_owner(fd):
+        return False
+    observer = _core.Attachment()
+    try:
+        observer._attach(os.dup(fd), name, CachePoolLimits, False)
+    except SegmentError.Refused as refusal:
+        return refusal.check in _HOPELESS
+    try:
+        return observer._state() == _core.STATE_RETIRED
+    finally:
+        observer.close()
+
+
+def retire_nameless(name: str) -> int:
+    """Retire segments of this name that live on without it; returns how many there were.
+
+    Somebody (logind's RemoveIPC, an operator) removed the name while processes use the segment. A
+    new segment of the name would split the pool unnoticed; retired, its users get a typed error at
+    their next call and attach to the new one.
+    """
+    removed = f"{segment_path(name)} (deleted)"
+    inodes = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError, SegmentError):
+            if os.readlink(link) != removed:
+                continue
+            observer = _core.Attachment()
+            observer._attach(os.open(link, os.O_RDWR | os.O_CLOEXEC), name, CachePoolLimits, False)
+            try:
+                if observer._state() == _core.STATE_ACTIVE and observer._retire(None):
+                    inodes.add(os.fstat(observer.fileno()).st_ino)
+            finally:
+                observer.close()
+    if inodes:
+        _log.warning("retired %d segment(s) of pool %r whose name was removed", len(inodes), name)
+    return len(inodes)
+
+
+# ---- removing on purpose -----------------------------------------------------------------------
+
+
+def remove_name(name: str, fd: int) -> bool:
+    """Take the name away from the segment behind `fd`; False when it no longer has it."""
+    path = segment_path(name)
+    with _locked(path) as locked:
+        if locked is None or not os.path.samestat(os.fstat(locked), os.fstat(fd)):
+            return False
+        path.unlink()
+        return True
+
+
+def remove_any(name: str) -> bool:
+    """Take the name away from whatever has it, in use or not; whether the name is free now."""
+    with contextlib.suppress(FileNotFoundError):
+        segment_path(name).unlink()
+    return not os.path.lexists(segment_path(name))
+
+
+def replace_name(name: str, fd: int, temporary: Path) -> bool:
+    """Give the name to the file at `temporary`, if the segment behind `fd` still has it."""
+    path = segment_path(name)
+    with _locked(path) as locked:
+        if locked is None or not os.path.samestat(os.fstat(locked), os.fstat(fd)):
+            return False
+        os.rename(temporary, path)
+        return True

@@ -1,0 +1,319 @@
+"""CacheResidencyPool: one finite budget on four axes, shared by any number of processes.
+
+Why         Workers of one host compete for the same memory; each must be admitted before it
+            allocates and must give back what it held, also when it is killed.
+Contract    The accounting is contract/pool.md. Beyond it: named pools (create, open_or_create,
+            attach, destroy), waiting for capacity (`timeout=`), owners and what they hold, sweep,
+            verify. A pool is a handle; any number may refer to one segment, and equal handles
+            compare equal.
+Invariants  G1, G2: in core/accounts.c. G10: destroy refuses while others use the pool.
+Concurrency Every method may be called from any thread. A fast call keeps the GIL for well under a
+            microsecond; when the lock is taken it waits in slices and serves signals between
+            them.
+Death       What a killed process held is given back by the next attach, refusal, sweep or
+            supervisor.
+Errors      CachePoolError as contracted; SegmentError for names, files, room, locks and tables.
+Fork        A child attaches anew on first use; inherited tokens are inert in it.
+Cost        docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from typing import Any, Self
+
+from shmcache import _core, bounds
+from shmcache.errors import CachePoolError, SegmentError
+from shmcache.pool import names, segment
+from shmcache.pool.owners import (
+    POOL_STATES,
+    OwnerRecord,
+    OwnerVerdict,
+    ReclaimedOwner,
+    VerifyProblem,
+    VerifyReport,
+    started_ns,
+)
+from shmcache.pool.segment import SegmentGeometry
+from shmcache.pool.values import (
+    CachePoolLimits,
+    CachePoolReport,
+    CachePoolResource,
+    CachePoolUsage,
+)
+
+_core.bind_values(CachePoolUsage, CachePoolReport, tuple(CachePoolResource))
+
+_PROBLEMS_MAX = 100
+_PROBLEM_TEXTS = _core.problem_texts()
+_OPEN_TRIES = 100  # rounds of "it exists" / "it is gone" between racing creators and removers
+
+# By identity: equal handles are many.
+_open_pools: weakref.WeakValueDictionary[int, CacheResidencyPool] = weakref.WeakValueDictionary()
+
+
+class CacheResidencyPool(_core.Attachment):
+    """One process's handle of a pool. See the module for what holds of every method.
+
+    `CacheResidencyPool(limits)` makes an anonymous pool: the same engine in memory without a name,
+    shared with forked children, gone with the last of them.
+    """
+
+    def __init__(self, limits: CachePoolLimits) -> None:
+        if not isinstance(limits, CachePoolLimits):
+            raise TypeError(f"limits must be CachePoolLimits, not {type(limits).__name__}")
+        self._take(segment.open_anonymous(SegmentGeometry(limits=limits)), "")
+
+    @classmethod
+    def new(cls, limits: CachePoolLimits) -> Self:
+        """The same as calling the class."""
+        return cls(limits)
+
+    # -- named pools
+
+    @classmethod
+    def create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
+        """Make a pool and attach to it.
+
+        Options: arena_bytes (default host_bytes), blocks_max, owners_max, managers_max,
+        reservations_max, mode (0o600; 0o660 admits the file's group).
+        Raises: SegmentError.Exists, NoSpace, HostError.
+        """
+        geometry = _geometry(limits, options)
+        return cls._from(segment.create_segment(name, geometry), name)
+
+    @classmethod
+    def open_or_create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
+        """Attach to the pool if it exists, with everything it holds, else make it.
+
+        Raises: SegmentError.Refused("limits" or "geometry") when it exists with other sizes.
+        """
+        geometry = _geometry(limits, options)
+        for _ in range(_OPEN_TRIES):
+            try:
+                pool = cls.attach(name)
+            except SegmentError.NotFound:
+                pass
+            except (SegmentError.Refused, SegmentError.Retired):
+                if not names.remove_leftover(name):
+                    raise
+            else:
+                return pool._agreeing_with(geometry)
+            try:
+                return cls.create(name, limits, **options)
+            except SegmentError.Exists:
+                continue
+        raise SegmentError.Exists(name)
+
+    @classmethod
+    def attach(cls, name: str) -> Self:
+        """Attach to an existing pool as an owner; dead owners are reclaimed on the way.
+
+        Raises: SegmentError.NotFound, Refused, Retired, OwnersFull; CachePoolError.Poisoned.
+        """
+        pool = cls._from(segment.open_segment(name), name)
+        pool.sweep()
+        return pool
+
+    @classmethod
+    def observe(cls, name: str) -> Self:
+        """Look at a pool without taking an owner slot: report, owners, sweep, verify."""
+        return cls._from(segment.open_segment(name), name, owns_slot=False)
+
+    @classmethod
+    def destroy(cls, name: str, *, force: bool = False) -> None:
+        """Retire the pool and remove its name; its memory goes with its last user.
+
+        Raises: SegmentError.InUse while live owners other than this process exist, unless forced;
+        SegmentError.Refused for a file that is not a usable pool, unless nobody holds it or forced.
+        """
+        try:
+            observer = cls.observe(name)
+        except SegmentError.Refused:
+            if not names.remove_leftover(name) and not (force and names.remove_any(name)):
+                raise
+            return
+        try:
+            observer._retire_unused(force)
+            names.remove_name(name, observer.fileno())
+        finally:
+            observer.close()
+
+    @classmethod
+    def _from(cls, fd: int, name: str, *, owns_slot: bool = True) -> Self:
+        pool = cls.__new__(cls)
+        pool._take(fd, name, owns_slot=owns_slot)
+        return pool
+
+    def _take(self, fd: int, name: str, *, owns_slot: bool = True) -> None:
+        self._attach(fd, name, CachePoolLimits, owns_slot)
+        _open_pools[id(self)] = self
+
+    def _agreeing_with(self, geometry: SegmentGeometry) -> Self:
+        found = self.geometry()
+        if found == geometry:
+            return self
+        self.close()
+        if found.limits != geometry.limits:
+            raise SegmentError.Refused("limits", geometry.limits, found.limits)
+        raise SegmentError.Refused("geometry", geometry, found)
+
+    def _find_again(self) -> int:
+        if not self.name:
+            raise SegmentError.Closed(self.name)
+        return segment.open_segment(self.name)
+
+    def geometry(self) -> SegmentGeometry:
+        """The sizes the pool was created with."""
+        return SegmentGeometry(limits=self.limits, **self._geometry())
+
+    # -- waiting for capacity
+
+    def _reserve_patiently(
+        self, usage: CachePoolUsage, timeout: float | None, refusal: CachePoolError | SegmentError
+    ) -> _core.CachePoolReservation:
+        """After a refusal: reclaim the dead, then wait for releases, then raise the refusal."""
+        deadline_ns = _deadline_ns(timeout)
+        if self._sweep():
+            answer = self._reserve_once(usage)
+            if isinstance(answer, _core.CachePoolReservation):
+                return answer
+            refusal = answer
+        if deadline_ns == 0 or _never_fits(usage, self.limits):
+            raise refusal
+        seen = self._wait_begin()
+        try:
+            while True:
+                answer = self._reserve_once(usage)
+                if isinstance(answer, _core.CachePoolReservation):
+                    return answer
+                left_ns = deadline_ns - time.monotonic_ns()
+                if left_ns <= 0:
+                    raise answer
+                seen = self._wait_release(seen, min(left_ns, bounds.LOCK_SLICE_NS))
+                self._sweep()
+        finally:
+            self._wait_end()
+
+    # -- owners, sweep, verify
+
+    def owners(self) -> tuple[OwnerRecord, ...]:
+        """Every owner slot in use, with what it holds on each axis at one instant."""
+        held = self._held_rows()
+        return tuple(
+            OwnerRecord(
+                slot=slot,
+                pid=pid,
+                nonce=nonce,
+                start_ticks=ticks,
+                started_ns=started_ns(ticks),
+                attach_seq=attach_seq,
+                verdict=OwnerVerdict.of(verdict),
+                cleaning=state == _core.OWNER_CLEANING,
+                managers=held[slot][0],
+                reservations=held[slot][1],
+                usage=held[slot][2],
+            )
+            for slot, state, nonce, pid, ticks, attach_seq, verdict in self._owner_rows()
+        )
+
+    def sweep(self) -> tuple[ReclaimedOwner, ...]:
+        """Give back everything held by owners that are proved dead; returns what was given back."""
+        dead = self._find_dead()
+        if not dead:
+            return ()
+        held = self._held_rows()
+        return tuple(
+            ReclaimedOwner(slot, pid, nonce, self._reclaim(slot, nonce), held[slot][2])
+            for slot, nonce, pid in dead
+        )
+
+    def verify(self) -> VerifyReport:
+        """Recount and walk everything. A finding poisons the pool: every later call says so.
+
+        Works on poisoned and retired pools too. Holds the lock for the length of the walk.
+        """
+        found, count = self._check(_PROBLEMS_MAX)
+        problems = tuple(VerifyProblem(_PROBLEM_TEXTS[kind], *rest) for kind, *rest in found)
+        return VerifyReport(POOL_STATES[self._state()], problems, count)
+
+    @property
+    def state(self) -> str:
+        """`active`, `retired` or `poisoned`; read without the lock."""
+        return POOL_STATES[self._state()]
+
+    def _retire_unused(self, force: bool) -> None:
+        """Retire the epoch, after looking at all owners and unless one attached meanwhile."""
+        while True:
+            seen = self._attach_seq()
+            others = tuple(
+                pid
+                for _, _, nonce, pid, _, _, verdict in self._owner_rows()
+                if verdict != _core.VERDICT_DEAD and not _core.nonce_is_local(nonce)
+            )
+            if others and not force:
+                raise SegmentError.InUse(others)
+            if self._retire(None if force else seen):
+                return
+
+    # -- identity
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheResidencyPool):
+            return NotImplemented
+        return bool(self.id == other.id)
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        name = f" {self.name!r}" if self.name else ""
+        return f"<CacheResidencyPool{name} id={self.id} {self.limits}>"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("a pool does not cross processes: send its name and attach there")
+
+
+def _geometry(limits: CachePoolLimits, options: dict[str, Any]) -> SegmentGeometry:
+    if not isinstance(limits, CachePoolLimits):
+        raise TypeError(f"limits must be CachePoolLimits, not {type(limits).__name__}")
+    options = {"arena_bytes": None, "blocks_max": None} | options
+    return segment.geometry_for(limits, **options)
+
+
+def _deadline_ns(timeout: float | None) -> int:
+    """0 for "at once", a time that never comes for None."""
+    if timeout is None:
+        return bounds.U64_MAX
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be seconds or None, not {type(timeout).__name__}")
+    if not timeout >= 0:
+        raise ValueError(f"timeout must not be negative, unlike {timeout}")
+    if timeout == 0:
+        return 0
+    return time.monotonic_ns() + int(min(timeout, 1e9) * 1e9)
+
+
+def _never_fits(usage: CachePoolUsage, limits: CachePoolLimits) -> bool:
+    """Whether waiting is in vain: an axis asks for more than the pool will ever have."""
+    return (
+        usage.device_bytes > limits.device_bytes
+        or usage.host_bytes > limits.host_bytes
+        or usage.transfer_in_flight_bytes > limits.transfer_in_flight_bytes
+        or usage.disk_bytes > limits.disk_bytes
+    )
+
+
+@atexit.register
+def _leave_all() -> None:
+    """An orderly exit leaves no slot behind; for the killed, a sweep does the same."""
+    for pool in list(_open_pools.values()):
+        pool.close()

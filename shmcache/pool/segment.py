@@ -1,0 +1,208 @@
+"""Make and open segments: what is built is whole before it has a name.
+
+Why         A name in /dev/shm outlives every process, so each step of its life must leave
+            something that the next comer can use or clear away, never a half-initialised segment
+            to wait for.
+Contract    A segment is built under a temporary name, allocated whole, formatted, and gets its
+            name by `link`, which fails if the name exists: there is one winner. A file of a
+            pool's name that no process of this host could ever attach to (another boot, a gone
+            namespace, damage, foreign bytes) and that no owner holds is a leftover: create and
+            open_or_create replace it, attach refuses it by the failed check.
+Death       A killed creator leaves a temporary file whose name lock is free: every create
+            collects those. Between link and unlink the segment has two names, and the spare one
+            is collected.
+Errors      `SegmentError` only; what the system says is in HostError.
+Source      vLLM and Boost cases on half-created segments; PostgreSQL on "maybe in use".
+Not here    Taking names away: names.py. What is inside a segment: core/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import posix_ipc
+
+from shmcache import _core, bounds
+from shmcache.errors import SegmentError
+from shmcache.pool.host import TMPFS_KNOB, read_host_room, require_room
+from shmcache.pool.names import (
+    SHM_DIRECTORY,
+    TEMPORARY_PREFIX,
+    collect_leftovers,
+    has_name,
+    lock_name,
+    remove_leftover,
+    retire_nameless,
+    segment_path,
+    unlock_name,
+)
+from shmcache.pool.values import CachePoolLimits
+
+_BLOCK_BYTES = 64 << 10  # default room in the block table: one block per 64 KiB of arena
+
+
+class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a creator chooses; two openers agree when all of it is equal."""
+
+    limits: CachePoolLimits
+    arena_bytes: int = 0
+    blocks_max: int = 0
+    owners_max: int = bounds.OWNERS_MAX_DEFAULT
+    managers_max: int = bounds.MANAGERS_MAX_DEFAULT
+    reservations_max: int = bounds.RESERVATIONS_MAX_DEFAULT
+    eviction_policy: int = 0
+    flags: int = 0
+    mode: int = 0o600
+
+    def __post_init__(self) -> None:
+        for what, value, low, high in (
+            ("owners_max", self.owners_max, 1, bounds.OWNERS_MAX_LIMIT),
+            ("managers_max", self.managers_max, 1, bounds.MANAGERS_MAX_LIMIT),
+            ("reservations_max", self.reservations_max, 1, bounds.RESERVATIONS_MAX_LIMIT),
+            ("blocks_max", self.blocks_max, 0, bounds.BLOCKS_MAX_LIMIT),
+            ("arena_bytes", self.arena_bytes, 0, bounds.ARENA_BYTES_LIMIT),
+        ):
+            bounds.bounded(value, what, low, high)
+        if self.mode not in (0o600, 0o640, 0o660):
+            raise ValueError(f"mode must be 0o600, 0o640 or 0o660, not {self.mode:#o}")
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of the segment's file."""
+        return _core.segment_bytes(self)
+
+
+def geometry_for(
+    limits: CachePoolLimits, *, arena_bytes: int | None, blocks_max: int | None, **tables: int
+) -> SegmentGeometry:
+    """The geometry of a named pool: an arena of host_bytes unless told otherwise, none if tiny."""
+    if arena_bytes is None:
+        arena_bytes = limits.host_bytes
+    bounds.u64(arena_bytes, "arena_bytes")
+    if arena_bytes < bounds.ARENA_BYTES_MIN:
+        arena_bytes = 0
+    if blocks_max is None:
+        blocks_max = min(-(-arena_bytes // _BLOCK_BYTES), bounds.BLOCKS_MAX_LIMIT)
+    if arena_bytes == 0:
+        blocks_max = 0
+    return SegmentGeometry(limits=limits, arena_bytes=arena_bytes, blocks_max=blocks_max, **tables)
+
+
+# ---- opening -----------------------------------------------------------------------------------
+
+
+def open_segment(name: str) -> int:
+    """A descriptor of the named segment, never creating it and never following a link."""
+    path = segment_path(name)
+    try:
+        return _open_shared(path, flags=0)
+    except FileNotFoundError:
+        raise SegmentError.NotFound(name) from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise SegmentError.Refused("file_type", "a regular file", path.name) from error
+        raise SegmentError.HostError.of("shm_open", error) from error
+
+
+def _open_shared(path: Path, *, flags: int, mode: int = 0o600) -> int:
+    """`shm_open`: close-on-exec, and a symbolic link is an error."""
+    try:
+        return int(posix_ipc.SharedMemory(f"/{path.name}", flags, mode=mode).fd)
+    except posix_ipc.ExistentialError as error:
+        raise OSError(errno.EEXIST if flags else errno.ENOENT, str(error)) from error
+    except posix_ipc.PermissionsError as error:
+        raise OSError(errno.EACCES, str(error)) from error
+    except ValueError as error:  # how posix_ipc reports a directory of that name
+        raise OSError(errno.EISDIR, str(error)) from error
+
+
+def open_anonymous(geometry: SegmentGeometry) -> int:
+    """A descriptor of a new segment without a name, whose memory is allocated as it is touched."""
+    try:
+        fd = os.memfd_create("shmcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise SegmentError.HostError.of("memfd_create", error) from error
+    try:
+        os.fchmod(fd, geometry.mode)
+        os.ftruncate(fd, geometry.segment_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        _core.format_segment(fd, geometry)
+    except OSError as error:
+        os.close(fd)
+        raise SegmentError.HostError.of("memfd", error) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+# ---- creating ----------------------------------------------------------------------------------
+
+
+def create_segment(name: str, geometry: SegmentGeometry) -> int:
+    """A descriptor of the new segment of this name; raises Exists if there is one already.
+
+    Needs room for all of it at once: refuses with NoSpace before a page is touched.
+    """
+    path = segment_path(name)
+    collect_leftovers()
+    remove_leftover(name)
+    retire_nameless(name)
+    with built_segment(geometry) as (temporary, fd):
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise SegmentError.Exists(name) from None
+        except OSError as error:
+            raise SegmentError.HostError.of("link", error) from error
+        return os.dup(fd)
+
+
+@contextlib.contextmanager
+def built_segment(geometry: SegmentGeometry) -> Iterator[tuple[Path, int]]:
+    """A complete segment under a temporary name, which is gone afterwards."""
+    needed = geometry.segment_bytes
+    if needed == 0:
+        raise SegmentError.Refused("geometry", "sizes within the limits of the engine", geometry)
+    require_room(needed, read_host_room(SHM_DIRECTORY))
+    temporary, fd = _open_temporary(geometry.mode)
+    try:
+        os.fchmod(fd, geometry.mode)  # the umask may have taken bits away
+        _allocate(fd, needed)
+        _core.format_segment(fd, geometry)
+        yield temporary, fd
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it was renamed
+            os.unlink(temporary)
+        unlock_name(fd)
+        os.close(fd)
+
+
+def _open_temporary(mode: int) -> tuple[Path, int]:
+    """A new file with its name locked: whoever can lock it later may remove it."""
+    while True:
+        temporary = SHM_DIRECTORY / f"{TEMPORARY_PREFIX}{os.getpid()}.{os.urandom(8).hex()}"
+        try:
+            fd = _open_shared(temporary, flags=posix_ipc.O_CREX, mode=mode)
+        except OSError as error:
+            raise SegmentError.HostError.of("shm_open", error) from error
+        if lock_name(fd) and has_name(fd, temporary):
+            return temporary, fd
+        os.close(fd)  # collected by somebody before its lock was taken
+
+
+def _allocate(fd: int, needed: int) -> None:
+    """Back every page now: a full tmpfs must say ENOSPC here, not SIGBUS later."""
+    try:
+        os.posix_fallocate(fd, 0, needed)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # somebody took the room meanwhile
+            free_bytes = read_host_room(fd).tmpfs_free_bytes or 0
+            raise SegmentError.NoSpace(needed, free_bytes, TMPFS_KNOB) from error
+        raise SegmentError.HostError.of("posix_fallocate", error) from error
