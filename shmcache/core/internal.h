@@ -62,6 +62,7 @@ struct shmc_handle {
     bool as_owner;
     uint32_t slot; /* set by the join, under the lock */
     uint64_t nonce;
+    uint64_t pid; /* of an owner; asked before the join: under the lock nobody calls the kernel */
     uint64_t pidfs_inode;
     uint64_t start_ticks;
     uint32_t redo_count;       /* words of the record being written; the holder's */

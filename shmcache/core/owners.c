@@ -204,7 +204,7 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     struct shmc_owner *owner = &handle->owners[slot];
     SHMC_CHECK(owner->held == 0);
     shmc_store_relaxed(&owner->nonce, handle->nonce);
-    shmc_store_relaxed(&owner->pid, (uint64_t)shmc_os_pid());
+    shmc_store_relaxed(&owner->pid, handle->pid);
     shmc_store_relaxed(&owner->start_ticks, handle->start_ticks);
     shmc_store_relaxed(&owner->pidfs_inode, handle->pidfs_inode);
     shmc_store_relaxed(&owner->attach_seq, control->attach_seq + 1);

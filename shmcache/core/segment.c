@@ -301,9 +301,10 @@ static void prepare_owner(struct shmc_handle *handle)
     struct shmc_process_stat stat;
     while (handle->nonce == 0)
         handle->nonce = shmc_os_random();
-    if (shmc_os_process_stat(shmc_os_pid(), &stat))
+    handle->pid = (uint64_t)shmc_os_pid();
+    if (shmc_os_process_stat((pid_t)handle->pid, &stat))
         handle->start_ticks = stat.start_ticks;
-    int pidfd = shmc_os_pidfd_open(shmc_os_pid());
+    int pidfd = shmc_os_pidfd_open((pid_t)handle->pid);
     if (pidfd >= 0) {
         handle->pidfs_inode = shmc_os_pidfs_inode(pidfd);
         shmc_os_close(pidfd);
