@@ -36,9 +36,9 @@ class Attachment:
     ) -> CachePoolReservation: ...
     def reserve_transfer(
         self,
-        bytes: int,
+        bytes: int,  # noqa: A002 - the contract's name
         *,
-        timeout: float | None = 0,  # noqa: A002 - the contract's name
+        timeout: float | None = 0,
     ) -> CachePoolReservation: ...
     def _reserve_once(
         self, usage: CachePoolUsage

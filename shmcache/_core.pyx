@@ -50,7 +50,7 @@ cdef tuple _resources = ()
 
 
 def bind_values(usage_type, report_type, resources):
-    """Tell the binding which classes usages and reports are; `resources` in the order of the axes."""
+    """Tell the binding the classes of usages and reports; `resources` in the order of the axes."""
     global _usage_type, _report_type, _resources
     _usage_type, _report_type, _resources = usage_type, report_type, tuple(resources)
 

@@ -29,7 +29,7 @@ cdef class Attachment:
         self._closed = True
 
     def _attach(self, int fd, str name, object limits_type, bint owns_slot):
-        """Take over `fd` and open its segment; join it unless this only observes. Once per object."""
+        """Take over `fd`, open its segment, join it unless this only observes. Once per object."""
         if self.id is not None:
             os.close(fd)
             raise TypeError("this handle has been attached before")
@@ -131,7 +131,7 @@ cdef class Attachment:
         return 0
 
     cdef int _reopen(self) except -1:
-        """In a forked child: map the segment again, as a stranger to the parent's slot and tokens."""
+        """In a forked child: map the segment again, a stranger to the parent's slot and tokens."""
         cdef shmc_handle *handle = NULL
         cdef shmc_refusal refusal
         cdef int status
@@ -277,7 +277,7 @@ cdef class Attachment:
     def reserve(self, usage, *, timeout=0):
         """Admit `usage` on all axes or raise the refusal; wait up to `timeout` seconds for room.
 
-        A refusal first reclaims dead owners. `timeout=None` waits for ever; expiry raises the refusal.
+        A refusal first reclaims dead owners. `timeout=None` waits for ever; expiry raises it.
         """
         token = self._reserve_now(usage)
         if type(token) is CachePoolReservation:
@@ -361,7 +361,7 @@ cdef class Attachment:
             free(rows)
 
     def _find_dead(self):
-        """(slot, nonce, pid) of owners proved dead, and of slots whose cleaning was left half-way."""
+        """(slot, nonce, pid) of owners proved dead, and of slots left half-cleaned."""
         cdef shmc_owner_view *dead
         cdef uint32_t count, k
         self._ready()
@@ -488,7 +488,7 @@ cdef class Attachment:
                 shmc_waiter_set(self._handle, False)
 
     def _wait_release(self, uint32_t seen, uint64_t wait_ns):
-        """Sleep until something was released since `seen`, at most `wait_ns`; returns the counter."""
+        """Sleep until a release after `seen`, at most `wait_ns`; returns the counter."""
         cdef uint32_t era = self._era
         self._ready()
         self._calls += 1
@@ -521,7 +521,7 @@ cdef class Attachment:
         return self._fd
 
     def close(self):
-        """Give back all that this attachment holds and leave. Idempotent, silent, in any process."""
+        """Give back all that is held through this handle and leave. Idempotent, silent."""
         if self._closed:
             return
         self._closed = True

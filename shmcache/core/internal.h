@@ -82,6 +82,11 @@ void shmc_redo_put(struct shmc_handle *handle, uint64_t *word, uint64_t value);
 void shmc_redo_commit(struct shmc_handle *handle);
 enum shmc_status shmc_redo_recover(struct shmc_handle *handle);
 
+/* process.c */
+void shmc_process_register(struct shmc_handle *handle);
+void shmc_process_unregister(const struct shmc_handle *handle);
+void shmc_process_close_descriptors(struct shmc_handle *handle);
+
 /* owners.c; called with the lock held */
 enum shmc_status shmc_owners_join(struct shmc_handle *handle);
 enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle,

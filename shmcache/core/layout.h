@@ -130,7 +130,8 @@ enum shmc_pool_state {
 struct shmc_gate {
     pthread_mutex_t mutex; /* [pthread calls in lock.c only] robust, process-shared, normal */
     uint8_t mutex_reserved[64 - sizeof(pthread_mutex_t)];
-    /* [anyone, atomic; ACTIVE -> POISONED -> RETIRED, steps may be skipped, never back] enum shmc_pool_state */
+    /* [anyone, atomic; ACTIVE -> POISONED -> RETIRED, a step may be skipped, never back]
+     * enum shmc_pool_state */
     uint64_t state;
     uint64_t reserved_state[7];
     uint32_t release_counter; /* [anyone, atomic add] futex; moves after capacity was released */

@@ -94,3 +94,31 @@ pid_t shmc_lock_holder(const struct shmc_handle *handle)
 {
     return shmc_load_pid(&handle->gate->mutex.__data.__owner);
 }
+
+/* ---- self-test ----------------------------------------------------------------------------- */
+
+static void lock_and_wait_for_death(void *mutex)
+{
+    pthread_mutex_lock(mutex);
+}
+
+static bool robust_works;
+static pthread_once_t robust_once = PTHREAD_ONCE_INIT;
+
+static void test_robust(void)
+{
+    pthread_mutex_t *mutex = shmc_os_map_shared_page();
+    if (mutex == NULL)
+        return;
+    if (shmc_mutex_init(mutex) && shmc_os_run_and_kill_child(lock_and_wait_for_death, mutex))
+        robust_works = pthread_mutex_trylock(mutex) == EOWNERDEAD;
+    if (robust_works)
+        pthread_mutex_consistent(mutex), pthread_mutex_unlock(mutex);
+    shmc_os_unmap(mutex, SHMC_PAGE_BYTES);
+}
+
+bool shmc_robust_mutex_works(void)
+{
+    pthread_once(&robust_once, test_robust);
+    return robust_works;
+}

@@ -1,4 +1,4 @@
-/* segment.c: format a segment, map it after checking it, and survive fork.
+/* segment.c: format a segment, and map it after checking it.
  *
  * Why         The bytes of a segment are input: another program, another release or a bad disk
  *             may have written them. And a forked child is a stranger that happens to share our
@@ -6,20 +6,13 @@
  * Contract    shmc_format() on a file without a name; shmc_open() on any file; shmc_close()
  *             once. A header is copied, checksummed, and must describe exactly the layout that
  *             its own geometry implies: after that no offset in it needs to be checked again.
- * Concurrency Open and close take the registry's mutex (process-local, never while forking).
  * Death       Nothing shared is changed by open or close; the slot of a joined handle is
  *             owners.c's.
  * Errors      REFUSED with the failed check and both values; SYSTEM with errno.
- * Fork        The mapping is not inherited (a child can neither scribble nor read stale totals),
- *             and a page that fork wipes tells the child that its handles are not its own: no
- *             comparison of pids, which repeat. The child's handler closes the descriptors that
- *             keep the parent alive in other processes' eyes; a raw clone skips it, which errs
- *             on the safe side.
  */
 #include "internal.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -314,95 +307,6 @@ static void prepare_owner(struct shmc_handle *handle)
         handle->lock_fd >= 0 && shmc_os_lock_byte(handle->lock_fd, handle->nonce >> 2);
 }
 
-/* ---- the handles of this process, and fork ------------------------------------------------- */
-
-static pthread_mutex_t registry_mutex = PTHREAD_MUTEX_INITIALIZER;
-static struct shmc_handle *registry;
-static uint64_t *guard_page;
-static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
-
-static void close_descriptors(struct shmc_handle *handle)
-{
-    shmc_os_close(handle->lock_fd);
-    handle->lock_fd = -1;
-    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++) {
-        if (handle->pidfds[slot].nonce != 0)
-            shmc_os_close(handle->pidfds[slot].fd);
-        handle->pidfds[slot].nonce = 0;
-    }
-}
-
-static void before_fork(void)
-{
-    pthread_mutex_lock(&registry_mutex);
-}
-
-static void after_fork_in_parent(void)
-{
-    pthread_mutex_unlock(&registry_mutex);
-}
-
-static void after_fork_in_child(void)
-{
-    *guard_page = 0; /* for kernels that cannot wipe it */
-    for (struct shmc_handle *handle = registry; handle != NULL; handle = handle->next)
-        close_descriptors(handle);
-    registry = NULL;
-    pthread_mutex_unlock(&registry_mutex);
-}
-
-static void prepare_fork(void)
-{
-    static uint64_t ordinary_page;
-    guard_page = shmc_os_fork_page();
-    if (guard_page == NULL)
-        guard_page = &ordinary_page;
-    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
-}
-
-uint64_t shmc_process_guard(void)
-{
-    pthread_once(&fork_once, prepare_fork);
-    while (shmc_load_acquire(guard_page) == 0)
-        shmc_replace_seq_cst(guard_page, 0, shmc_os_random());
-    return shmc_load_acquire(guard_page);
-}
-
-bool shmc_is_mine(const struct shmc_handle *handle)
-{
-    return shmc_load_relaxed(guard_page) == handle->guard;
-}
-
-bool shmc_nonce_is_local(uint64_t nonce)
-{
-    bool found = false;
-    pthread_mutex_lock(&registry_mutex);
-    for (struct shmc_handle *handle = registry; handle != NULL && !found; handle = handle->next)
-        found = handle->as_owner && handle->nonce == nonce;
-    pthread_mutex_unlock(&registry_mutex);
-    return found;
-}
-
-static void register_handle(struct shmc_handle *handle)
-{
-    pthread_mutex_lock(&registry_mutex);
-    handle->next = registry;
-    registry = handle;
-    pthread_mutex_unlock(&registry_mutex);
-}
-
-static void unregister_handle(const struct shmc_handle *handle)
-{
-    pthread_mutex_lock(&registry_mutex);
-    for (struct shmc_handle **link = &registry; *link != NULL; link = &(*link)->next) {
-        if (*link == handle) {
-            *link = handle->next;
-            break;
-        }
-    }
-    pthread_mutex_unlock(&registry_mutex);
-}
-
 /* ---- public -----------------------------------------------------------------------------------
  */
 
@@ -450,7 +354,7 @@ enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
     }
     if (as_owner)
         prepare_owner(handle);
-    register_handle(handle);
+    shmc_process_register(handle);
     *result = handle;
     return SHMC_OK;
 }
@@ -458,9 +362,9 @@ enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
 void shmc_close(struct shmc_handle *handle)
 {
     if (shmc_is_mine(handle)) {
-        unregister_handle(handle);
+        shmc_process_unregister(handle);
         shmc_os_unmap(handle->base, handle->mapped_bytes);
-        close_descriptors(handle);
+        shmc_process_close_descriptors(handle);
     }
     free_handle(handle);
 }
@@ -498,32 +402,4 @@ void shmc_poison(struct shmc_handle *handle)
 uint64_t shmc_attach_seq(const struct shmc_handle *handle)
 {
     return shmc_load_acquire(&handle->control->attach_seq);
-}
-
-/* ---- self-test ----------------------------------------------------------------------------- */
-
-static void lock_and_wait_for_death(void *mutex)
-{
-    pthread_mutex_lock(mutex);
-}
-
-static bool robust_works;
-static pthread_once_t robust_once = PTHREAD_ONCE_INIT;
-
-static void test_robust(void)
-{
-    pthread_mutex_t *mutex = shmc_os_map_shared_page();
-    if (mutex == NULL)
-        return;
-    if (shmc_mutex_init(mutex) && shmc_os_run_and_kill_child(lock_and_wait_for_death, mutex))
-        robust_works = pthread_mutex_trylock(mutex) == EOWNERDEAD;
-    if (robust_works)
-        pthread_mutex_consistent(mutex), pthread_mutex_unlock(mutex);
-    shmc_os_unmap(mutex, SHMC_PAGE_BYTES);
-}
-
-bool shmc_robust_mutex_works(void)
-{
-    pthread_once(&robust_once, test_robust);
-    return robust_works;
 }

@@ -11,9 +11,10 @@
  *             in release builds: a CHECK that fails poisons the pool and returns SHMC_POISONED.
  *
  * Files:      layout.h the bytes; atomics.h memory orders; os_linux.c system calls; lock.c the
- *             lock; redo.c atomic change and its recovery; segment.c format, open, close, fork;
- *             owners.c who is attached and who is dead; accounts.c managers, reservations,
- *             totals; operations.c one request; check.c walks everything.
+ *             lock; redo.c atomic change and its recovery; segment.c format, open, close;
+ *             process.c what this process has open, and fork; owners.c who is attached and who is
+ *             dead; accounts.c managers, reservations, totals; operations.c one request; check.c
+ *             walks everything.
  */
 #ifndef SHMC_H
 #define SHMC_H

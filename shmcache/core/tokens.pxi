@@ -1,7 +1,7 @@
 # What an attachment hands out: charges that are given back exactly once. Included by _core.pyx.
 #
-# no_gc_clear: the collector must not take _pool away before __dealloc__ has used it. The only cycles
-# through a token pass through the dictionary of the pool's subclass, which is cleared instead.
+# no_gc_clear: the collector must not take _pool away before __dealloc__ has used it. The only
+# cycles through a token pass through the dictionary of the pool's subclass; that is cleared.
 
 @cython.no_gc_clear
 cdef class Token:
@@ -58,7 +58,8 @@ cdef class Token:
     def __reduce_ex__(self, protocol):
         raise TypeError(f"a {type(self).__name__} cannot be pickled")
 
-    cdef void _bind(self, Attachment pool, shmc_operation release_operation, shmc_token token) noexcept:
+    cdef void _bind(self, Attachment pool, shmc_operation release_operation,
+                    shmc_token token) noexcept:
         self._pool = pool
         self._token = token
         self._guard = shmc_process_guard()
