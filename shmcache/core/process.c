@@ -1,11 +1,11 @@
 /* process.c: what this process has open, and how a forked child learns that it is another one.
  *
- * Why         A forked child is a stranger that happens to share our memory: it must not release the
- *             parent's tokens, nor keep the parent alive in other processes' eyes. Pids repeat, so
- *             comparing them is no guard.
- * Contract    A handle remembers the guard of the process that opened it. The guard is a random word
- *             in a page that fork replaces by zeroes; segment mappings are not inherited at all, so
- *             a child can neither scribble nor read stale totals.
+ * Why         A forked child is a stranger that happens to share our memory: it must not release
+ *             the parent's tokens, nor keep the parent alive in other processes' eyes. Pids repeat,
+ *             so comparing them is no guard.
+ * Contract    A handle remembers the guard of the process that opened it. The guard is a random
+ *             word in a page that fork replaces by zeroes; segment mappings are not inherited at
+ *             all, so a child can neither scribble nor read stale totals.
  * Concurrency The registry has a mutex of its own (process-local, a leaf, never held over a call);
  *             fork takes it first, so that a child finds it free.
  * Death       Nothing here is shared. A raw clone skips the child's handler: its copies of the
