@@ -1,0 +1,161 @@
+"""The C engine alone, as a plain program under sanitizers: each C test is a test here.
+
+Why: the engine must be right without Python around it, and only a program can be built whole with a
+sanitizer. Tests are found by their `TEST(name)` lines, compiled once per session and kind of build,
+and run each in a process of its own. ENGINE_TEST_SEED repeats a run, ENGINE_TEST_FACTOR lengthens
+the randomised ones; both stand in the message of a failure.
+
+Source: the mutants are compile flags of the engine itself, see its files.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import ROOT
+
+HERE = Path(__file__).parent
+ENGINE = ROOT / "shmcache" / "core"
+COMPILER = os.environ.get("CC") or "gcc"
+FLAGS = "-std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Werror -fno-omit-frame-pointer".split()
+LONGER = 20  # how much longer the randomised tests run in CI
+
+
+class Build(NamedTuple):
+    """One way to compile the engine and its tests."""
+
+    name: str
+    flags: tuple[str, ...]
+    sanitizer: str = ""
+
+
+ADDRESS = Build(
+    "address",
+    ("-O1", "-DSHMC_DEBUG", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "address,undefined",
+)
+THREAD = Build("thread", ("-O1", "-fsanitize=thread"), "thread")
+
+
+def mutant(name: str) -> Build:
+    """The engine with one of its safeguards compiled out."""
+    return Build(f"mutant_{name}", ("-O1", f"-DSHMC_MUTANT_{name}", "-Wno-unused"))
+
+
+# A mutant, and the tests that must notice it.
+MUTANTS = {
+    "NO_NONCE": "a_late_cleaner_leaves_another_cleaning_alone",
+    "UNFENCED_CLEANING": "a_late_cleaner_harms_nobody",
+    "PID_ONLY": "a_reused_pid_is_no_sign_of_life",
+}
+
+
+def names_in(pattern: str) -> list[str]:
+    """The names of the C tests in files that match."""
+    sources = sorted(HERE.glob(pattern))
+    return [
+        name for path in sources for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.M)
+    ]
+
+
+class Builds:
+    """Programs compiled in this session, by build; each is made, or fails, once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[Build, Path | str] = {}
+
+    def program(self, build: Build) -> Path:
+        """The compiled program; skips the test when this machine cannot make it."""
+        if shutil.which(COMPILER) is None:
+            pytest.skip(f"no C compiler {COMPILER}: install gcc or set CC")
+        if build not in self._made:
+            self._made[build] = self._missing(build) or self._compile(build)
+        made = self._made[build]
+        if isinstance(made, str):
+            (pytest.skip if made.startswith("no ") else pytest.fail)(made)
+        return made
+
+    def _compile(self, build: Build) -> Path | str:
+        """The program, or what the compiler said."""
+        folder = self._folder / build.name
+        folder.mkdir()
+        sources = sorted([*ENGINE.glob("*.c"), *HERE.glob("*.c")])
+        objects = [str(folder / f"{number}.o") for number in range(len(sources))]
+        flags = [COMPILER, *FLAGS, *build.flags, f"-I{ENGINE}", f"-I{HERE}"]
+        commands = [
+            [*flags, "-c", str(source), "-o", target]
+            for source, target in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            said = [done.stdout for done in pool.map(run, commands) if done.returncode != 0]
+        program = folder / "engine"
+        if not said:
+            link = run([*flags, *objects, "-lpthread", "-Wl,-z,now", "-o", str(program)])
+            said = [link.stdout] if link.returncode != 0 else []
+        return "\n".join(said) or program
+
+    def _missing(self, build: Build) -> str:
+        """Why a program with the sanitizer cannot be made or does not start; "" when it can."""
+        if not build.sanitizer:
+            return ""
+        source = self._folder / "probe.c"
+        source.write_text("int main(void) { return 0; }\n")
+        program = self._folder / f"probe_{build.name}"
+        done = run([COMPILER, f"-fsanitize={build.sanitizer}", str(source), "-o", str(program)])
+        if done.returncode == 0:
+            done = run([str(program)])
+        if done.returncode == 0:
+            return ""
+        return f"no {build.sanitizer} sanitizer on this machine: {done.stdout.strip()[-200:]}"
+
+
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end; both outputs together."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66", **environment},
+    )
+
+
+def expect_ok(program: Path, name: str, **environment: str) -> None:
+    """The C test passes."""
+    done = run([str(program), name], **environment)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"{name} ok"]), done.stdout
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
+    """The programs of this session."""
+    return Builds(tmp_path_factory.mktemp("engine"))
+
+
+@pytest.mark.parametrize("name", names_in("*.c"))
+def test_address_and_undefined(builds: Builds, name: str) -> None:
+    """No test fails, leaks, leaves its memory, or does what C leaves undefined."""
+    expect_ok(builds.program(ADDRESS), name)
+
+
+@pytest.mark.parametrize("name", names_in("threads.c"))
+def test_threads(builds: Builds, name: str) -> None:
+    """No two threads touch a word without an order between them."""
+    expect_ok(builds.program(THREAD), name)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "test"), MUTANTS.items())
+def test_a_mutant_is_noticed(builds: Builds, name: str, test: str) -> None:
+    """The test that guards a safeguard fails without it."""
+    done = run([str(builds.program(mutant(name))), test])
+    assert done.returncode != 0, f"{test} passes without the safeguard"
