@@ -23,9 +23,11 @@ from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX, UINT64_MAX
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 from posix.unistd cimport close as close_descriptor
+from cpython.object cimport PyObject
 
 import os
 import time
+import types
 
 from shmcache.bounds import LOCK_DEADLINE_NS, LOCK_SLICE_NS, u64
 from shmcache.errors import CachePoolError, SegmentError
@@ -34,6 +36,13 @@ include "core/engine.pxi"
 
 cdef enum:
     AXES = 4
+
+cdef extern from "Python.h":
+    ctypedef struct PyMemberDef:
+        Py_ssize_t offset
+
+    ctypedef struct PyMemberDescrObject:
+        PyMemberDef *d_member
 
 cdef uint64_t SLICE_NS = LOCK_SLICE_NS
 
@@ -47,21 +56,31 @@ OWNER_CLEANING = SHMC_OWNER_CLEANING
 cdef object _usage_type = None
 cdef object _report_type = None
 cdef tuple _resources = ()
+# Where a usage keeps its four fields: reading them as attributes would cost half of an admission.
+cdef Py_ssize_t _usage_offsets[AXES]
 
 
 def bind_values(usage_type, report_type, resources):
     """Tell the binding the classes of usages and reports; `resources` in the order of the axes."""
     global _usage_type, _report_type, _resources
+    for axis, field in enumerate(usage_type.__struct_fields__):
+        member = usage_type.__dict__[field]
+        if type(member) is not types.MemberDescriptorType:
+            raise TypeError(f"{field} is not a slot of {usage_type.__name__}")
+        _usage_offsets[axis] = (<PyMemberDescrObject *>member).d_member.offset
     _usage_type, _report_type, _resources = usage_type, report_type, tuple(resources)
 
 
 cdef int _read_usage(object usage, uint64_t *axes) except -1:
+    cdef int axis
+    cdef PyObject *value
     if type(usage) is not _usage_type:
         raise TypeError(f"usage must be a CachePoolUsage, not {type(usage).__name__}")
-    axes[0] = usage.device_bytes
-    axes[1] = usage.host_bytes
-    axes[2] = usage.transfer_in_flight_bytes
-    axes[3] = usage.disk_bytes
+    for axis in range(AXES):
+        value = (<PyObject **>(<char *><PyObject *>usage + _usage_offsets[axis]))[0]
+        if value == NULL:
+            raise TypeError("usage has a field without a value")
+        axes[axis] = <object>value
     return 0
 
 
