@@ -4,7 +4,13 @@ Start at `CacheResidencyPool`; docs/architecture.md tells how the pieces fit.
 """
 
 from shmcache._core import CachePoolMembership, CachePoolReservation
-from shmcache.errors import CachePoolError, ContractError, SegmentError
+from shmcache.errors import (
+    CacheLifecycleError,
+    CachePoolError,
+    CacheStorageError,
+    ContractError,
+    SegmentError,
+)
 from shmcache.pool.owners import (
     OwnerRecord,
     OwnerVerdict,
@@ -21,8 +27,27 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
+from shmcache.states.lifecycle import CacheBlockLifecycle, CacheEvictionPolicy, MutableCacheTail
+from shmcache.states.storage import (
+    CacheBlockStorage,
+    CacheHostDemotionOperation,
+    CacheHostPromotion,
+    CacheIoOperation,
+    CacheIoOperationKey,
+    CacheIoOperationKind,
+    CacheStoragePhase,
+)
 
 __all__ = [
+    "CacheBlockLifecycle",
+    "CacheBlockStorage",
+    "CacheEvictionPolicy",
+    "CacheHostDemotionOperation",
+    "CacheHostPromotion",
+    "CacheIoOperation",
+    "CacheIoOperationKey",
+    "CacheIoOperationKind",
+    "CacheLifecycleError",
     "CachePoolError",
     "CachePoolLimits",
     "CachePoolMembership",
@@ -31,7 +56,10 @@ __all__ = [
     "CachePoolResource",
     "CachePoolUsage",
     "CacheResidencyPool",
+    "CacheStorageError",
+    "CacheStoragePhase",
     "ContractError",
+    "MutableCacheTail",
     "OwnerRecord",
     "OwnerVerdict",
     "ReclaimedOwner",

@@ -12,19 +12,45 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytest
 
-from shmcache.errors import CachePoolError, ContractError, RefusedCheck, SegmentError, size_text
+from shmcache.errors import (
+    CacheLifecycleError,
+    CachePoolError,
+    CacheStorageError,
+    ContractError,
+    RefusedCheck,
+    SegmentError,
+    size_text,
+)
 from shmcache.errors.base import variant
+from shmcache.policy.identity import CacheBlockId, CacheRepresentation
+from shmcache.states.storage import CacheIoOperationKey, CacheIoOperationKind, CacheStoragePhase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FAMILIES: tuple[type[ContractError], ...] = (CachePoolError, SegmentError)
+FAMILIES: tuple[type[ContractError], ...] = (
+    CachePoolError,
+    SegmentError,
+    CacheLifecycleError,
+    CacheStorageError,
+)
 
 
 class Axis(Enum):
     HOST = "host_axis"
 
 
+BLOCK = CacheBlockId(
+    session_id=9,
+    global_layer=41,
+    representation=CacheRepresentation.KEY_VALUE,
+    start=64,
+    end=96,
+    rank=None,
+)
+WRITE, READ = CacheIoOperationKind.WRITE, CacheIoOperationKind.READ
+PHASE = CacheStoragePhase.HOST_UNBACKED
+KEY = CacheIoOperationKey(310, BLOCK, WRITE)
 SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (CachePoolError.InvalidLimits("device_bytes_zero", "why not"), ("device_bytes_zero",)),
     (CachePoolError.DuplicateManager(41), ("41",)),
@@ -45,6 +71,22 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (SegmentError.InUse((7, 9)), ("7", "9")),
     (SegmentError.Closed("llm"), ("'llm'",)),
     (SegmentError.HostError("mmap", "ENOMEM"), ("mmap", "ENOMEM")),
+    (CacheLifecycleError.DuplicateBlock(BLOCK), ("41", "64", "96")),
+    (CacheLifecycleError.MissingBlock(BLOCK), ("41", "64", "96")),
+    (CacheLifecycleError.DuplicateRemoval(), ("twice",)),
+    (CacheLifecycleError.BlockLeased(BLOCK), ("41", "64", "96")),
+    (CacheLifecycleError.UnexpectedLeaseCount(BLOCK, 77, 78), ("41", "77", "78")),
+    (CacheLifecycleError.LeaseOverflow(BLOCK), ("41", "64", "96")),
+    (CacheLifecycleError.LeaseUnderflow(BLOCK), ("41", "64", "96")),
+    (CacheLifecycleError.AccessClockOverflow(), ("clock",)),
+    (CacheStorageError.BlockMismatch(BLOCK, "another"), ("41", "another")),
+    (CacheStorageError.InvalidPhase(PHASE, CacheStoragePhase.DEVICE), ("host_unbacked", "device")),
+    (CacheStorageError.IoNotPending(PHASE), ("host_unbacked",)),
+    (CacheStorageError.BackingAlreadyExists(), ("backing",)),
+    (CacheStorageError.BackingRequired(), ("backing",)),
+    (CacheStorageError.HostDemotionMismatch(310, 311), ("310", "311")),
+    (CacheStorageError.IoMismatch(KEY, "another"), ("310", "41", "another")),
+    (CacheStorageError.IoKindMismatch(WRITE, READ), ("write", "read")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)

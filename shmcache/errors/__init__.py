@@ -7,7 +7,17 @@ Not here: `TypeError` and `ValueError` for arguments outside their domain (bound
 """
 
 from shmcache.errors.base import ContractError, size_text
+from shmcache.errors.lifecycle import CacheLifecycleError
 from shmcache.errors.pool import CachePoolError
 from shmcache.errors.segment import RefusedCheck, SegmentError
+from shmcache.errors.storage import CacheStorageError
 
-__all__ = ["CachePoolError", "ContractError", "RefusedCheck", "SegmentError", "size_text"]
+__all__ = [
+    "CacheLifecycleError",
+    "CachePoolError",
+    "CacheStorageError",
+    "ContractError",
+    "RefusedCheck",
+    "SegmentError",
+    "size_text",
+]
