@@ -192,7 +192,9 @@ static enum shmc_status check_file(const struct shmc_file_facts *facts,
 {
     uint32_t mode = header->geometry.mode;
     bool group = (mode & MODE_GROUP) != 0;
-    if (facts->uid != header->owner_uid || (facts->uid != host->uid && !group))
+    if (facts->uid != header->owner_uid)
+        return refuse(refusal, SHMC_CHECK_OWNER_UID, header->owner_uid, facts->uid);
+    if (facts->uid != host->uid && !group)
         return refuse(refusal, SHMC_CHECK_OWNER_UID, host->uid, facts->uid);
     if ((facts->mode & MODE_OTHERS) != 0 || facts->mode != mode)
         return refuse(refusal, SHMC_CHECK_MODE, mode, facts->mode);
