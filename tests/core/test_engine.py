@@ -35,6 +35,7 @@ class Build(NamedTuple):
     sanitizer: str = ""
 
 
+PLAIN = Build("plain", ("-O2",))
 ADDRESS = Build(
     "address",
     ("-O1", "-DSHMC_DEBUG", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
@@ -47,6 +48,9 @@ def mutant(name: str) -> Build:
     """The engine with one of its safeguards compiled out."""
     return Build(f"mutant_{name}", ("-O1", f"-DSHMC_MUTANT_{name}", "-Wno-unused"))
 
+
+# The sanitizer's own allocator is not safe in the child of a process with threads.
+NOT_UNDER_ADDRESS = {"a_fork_may_come_at_any_moment"}
 
 # A mutant, and the tests that must notice it.
 MUTANTS = {
@@ -142,6 +146,12 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
 
 
 @pytest.mark.parametrize("name", names_in("*.c"))
+def test_as_shipped(builds: Builds, name: str) -> None:
+    """Optimised and without assertions, as the extension is built."""
+    expect_ok(builds.program(PLAIN), name)
+
+
+@pytest.mark.parametrize("name", sorted(set(names_in("*.c")) - NOT_UNDER_ADDRESS))
 def test_address_and_undefined(builds: Builds, name: str) -> None:
     """No test fails, leaks, leaves its memory, or does what C leaves undefined."""
     expect_ok(builds.program(ADDRESS), name)

@@ -1,0 +1,124 @@
+/* verdicts.c: who is alive, who is dead, and what cannot be told. */
+#include "harness.h"
+
+#include <signal.h>
+#include <sys/wait.h>
+
+static void attach_and_reserve(void *fd)
+{
+    MUST(reserve(attach(*(int *)fd), U(7)));
+}
+
+static struct shmc_owner_view view_of(struct shmc_handle *pool, uint32_t slot)
+{
+    struct shmc_owner_view view;
+    EXPECT(shmc_owner_view(pool, slot, &view));
+    return view;
+}
+
+static uint32_t dead_owners(struct shmc_handle *pool)
+{
+    struct shmc_owner_view dead[4];
+    return shmc_find_dead(pool, dead, 4);
+}
+
+TEST(a_killed_owner_is_found_and_cleaned)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    struct shmc_owner_view dead[4];
+    pid_t pid = child_that_stays(attach_and_reserve, &pool->segment_fd);
+    struct shmc_owner_view view = view_of(pool, 1);
+    EXPECT_EQ(pid, view.pid);
+    EXPECT_EQ(SHMC_ALIVE, shmc_owner_verdict(pool, &view));
+    EXPECT_EQ(0, dead_owners(pool));
+    kill_child(pid);
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(pool, &view));
+    EXPECT_EQ(0, shmc_find_dead(pool, dead, 0));
+    EXPECT_EQ(1, shmc_find_dead(pool, dead, 4));
+    EXPECT_EQ(view.nonce, dead[0].nonce);
+    EXPECT_LEVEL(pool, U(7), U(7));
+    reclaim(pool, dead[0].slot, dead[0].nonce);
+    EXPECT_LEVEL(pool, NOTHING, U(7));
+    EXPECT_EQ(0, dead_owners(pool));
+    EXPECT_CLEAN(pool);
+}
+
+TEST(a_stopped_owner_is_alive)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    int status;
+    pid_t pid = child_that_stays(attach_and_reserve, &pool->segment_fd);
+    EXPECT(kill(pid, SIGSTOP) == 0 && waitpid(pid, &status, WUNTRACED) == pid);
+    struct shmc_owner_view view = view_of(pool, 1);
+    EXPECT_EQ(SHMC_ALIVE, shmc_owner_verdict(pool, &view));
+    EXPECT_EQ(0, dead_owners(pool));
+    kill_child(pid);
+}
+
+TEST(a_handle_closed_without_leaving_is_dead)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    attach_and_reserve(&pool->segment_fd);
+    EXPECT_EQ(0, dead_owners(pool));
+    struct shmc_handle *careless = attach(pool->segment_fd);
+    shmc_close(careless);
+    EXPECT_EQ(1, dead_owners(pool));
+}
+
+TEST(a_slot_left_half_cleaned_is_offered)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = child_that_stays(attach_and_reserve, &pool->segment_fd);
+    struct shmc_owner_view view = view_of(pool, 1);
+    MUST(reclaim_begin(pool, 1, view.nonce));
+    EXPECT_EQ(1, dead_owners(pool)); /* whatever its process does */
+    kill_child(pid);
+}
+
+/* The pid was given to another process before anybody looked: the first descriptor opened, also by
+ * a watcher, belongs to the impostor. */
+TEST(a_reused_pid_is_no_sign_of_life)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = child_that_stays(attach_and_reserve, &pool->segment_fd);
+    struct shmc_owner *owner = &pool->owners[1];
+    owner->exec_locked = 0;
+    owner->start_ticks--;
+    owner->pidfs_inode -= owner->pidfs_inode != 0;
+    struct shmc_owner_view view = view_of(pool, 1);
+    struct shmc_handle *watcher = observe(pool->segment_fd);
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(pool, &view));
+    shmc_owner_pidfd(watcher, &view);
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(watcher, &view));
+    kill_child(pid);
+}
+
+TEST(an_impossible_owner_is_unknown)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    struct shmc_owner *owner = &pool->owners[1];
+    attach(pool->segment_fd);
+    const uint64_t pids[] = {0, (1u << 22) + 1, UINT64_MAX, 1ull << 32};
+    for (size_t i = 0; i < sizeof pids / sizeof *pids; i++) {
+        owner->pid = pids[i];
+        struct shmc_owner_view view = view_of(pool, 1);
+        EXPECT_EQ(SHMC_UNKNOWN, shmc_owner_verdict(pool, &view));
+        EXPECT(shmc_owner_pidfd(pool, &view) == -1);
+    }
+    owner->pid = 1;
+    owner->nonce = 0;
+    struct shmc_owner_view view = view_of(pool, 1);
+    EXPECT(shmc_owner_pidfd(pool, &view) == -1);
+    EXPECT_EQ(0, dead_owners(pool));
+}
+
+TEST(a_free_slot_shows_no_owner)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    struct shmc_owner_view view;
+    EXPECT(!shmc_owner_view(pool, 1, &view));
+    pool->owners[1].state = 3;
+    EXPECT(!shmc_owner_view(pool, 1, &view));
+    pool->owners[1].state = UINT64_MAX;
+    EXPECT(!shmc_owner_view(pool, 1, &view));
+}

@@ -1,0 +1,129 @@
+/* waiting.c: what gives back wakes who waits, and a killed waiter costs nothing. */
+#include "harness.h"
+
+struct waiting {
+    struct shmc_handle *pool;
+    char stat[64]; /* path of the thread's /proc stat */
+    bool ready;
+};
+
+static void *wait_for_capacity(void *argument)
+{
+    struct waiting *waiting = argument;
+    shmc_waiter_set(waiting->pool, true);
+    uint32_t seen = shmc_release_counter(waiting->pool);
+    snprintf(waiting->stat, sizeof waiting->stat, "/proc/self/task/%d/stat", gettid());
+    __atomic_store_n(&waiting->ready, true, __ATOMIC_RELEASE);
+    while (shmc_release_counter(waiting->pool) == seen)
+        shmc_wait_release(waiting->pool, seen, 1000000000000ull); /* the watchdog comes first */
+    shmc_waiter_set(waiting->pool, false);
+    return NULL;
+}
+
+static bool is_asleep(void *argument)
+{
+    struct waiting *waiting = argument;
+    char text[256] = "";
+    if (!__atomic_load_n(&waiting->ready, __ATOMIC_ACQUIRE))
+        return false;
+    FILE *stat = fopen(waiting->stat, "r");
+    if (stat == NULL)
+        return false;
+    bool read = fgets(text, sizeof text, stat) != NULL;
+    fclose(stat);
+    const char *name_end = strrchr(text, ')');
+    return read && name_end != NULL && name_end[2] == 'S';
+}
+
+static void expect_woken_by(struct waiting *waiting, enum shmc_status (*act)(struct shmc_handle *))
+{
+    pthread_t thread;
+    waiting->ready = false;
+    EXPECT(pthread_create(&thread, NULL, wait_for_capacity, waiting) == 0);
+    wait_for(is_asleep, waiting);
+    MUST(act(waiting->pool));
+    EXPECT(pthread_join(thread, NULL) == 0);
+}
+
+static struct shmc_token token_to_release;
+
+static enum shmc_status release_token(struct shmc_handle *pool)
+{
+    return release(pool, token_to_release);
+}
+
+static enum shmc_status publish_less(struct shmc_handle *pool)
+{
+    return publish(pool, 1, NOTHING);
+}
+
+static enum shmc_status release_membership(struct shmc_handle *pool)
+{
+    return release_manager(pool, token_to_release);
+}
+
+TEST(what_gives_back_wakes_who_waits)
+{
+    struct waiting waiting = {.pool = new_pool(ROOMY)};
+    MUST(reserve(waiting.pool, U(1)));
+    token_to_release = last.token;
+    expect_woken_by(&waiting, release_token);
+    MUST(add_manager(waiting.pool, 1));
+    token_to_release = last.token;
+    expect_woken_by(&waiting, publish_less);
+    expect_woken_by(&waiting, release_membership);
+}
+
+TEST(nobody_is_woken_without_a_flag)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    MUST(reserve(pool, U(1)));
+    uint32_t before = shmc_release_counter(pool);
+    MUST(release(pool, last.token));
+    EXPECT_EQ(before, shmc_release_counter(pool));
+    shmc_waiter_set(pool, true);
+    MUST(reserve(pool, U(1)));
+    EXPECT_EQ(before, shmc_release_counter(pool)); /* taking is no reason to wake */
+    MUST(release(pool, last.token));
+    EXPECT_EQ(before + 1, shmc_release_counter(pool));
+    shmc_waiter_set(pool, false);
+    EXPECT_EQ(0, pool->gate->waiters[0]);
+}
+
+static void attach_and_wait_for_capacity(void *fd)
+{
+    shmc_waiter_set(attach(*(int *)fd), true);
+}
+
+TEST(a_killed_waiter_costs_nothing_after_reclaim)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = child_that_stays(attach_and_wait_for_capacity, &pool->segment_fd);
+    EXPECT_EQ(1u << 1, pool->gate->waiters[0]);
+    kill_child(pid);
+    struct shmc_owner_view dead[1];
+    EXPECT_EQ(1, shmc_find_dead(pool, dead, 1));
+    reclaim(pool, dead[0].slot, dead[0].nonce);
+    EXPECT_EQ(0, pool->gate->waiters[0]);
+    MUST(reserve(pool, U(1)));
+    uint32_t before = shmc_release_counter(pool);
+    MUST(release(pool, last.token));
+    EXPECT_EQ(before, shmc_release_counter(pool));
+}
+
+/* The last word of flags is as good as the first. */
+TEST(the_last_owner_may_wait)
+{
+    int fd = new_segment(tables(ROOMY, SHMC_OWNERS_LIMIT, 1, 1));
+    struct shmc_handle *pool = attach(fd);
+    for (uint32_t slot = 1; slot < SHMC_OWNERS_LIMIT - 1; slot++)
+        pool->owners[slot].state = SHMC_OWNER_ACTIVE;
+    struct shmc_handle *final = attach(fd);
+    EXPECT_EQ(SHMC_OWNERS_LIMIT - 1, shmc_slot(final));
+    shmc_waiter_set(final, true);
+    EXPECT_EQ(1ull << 63, pool->gate->waiters[SHMC_WAITER_WORDS - 1]);
+    uint32_t before = shmc_release_counter(pool);
+    MUST(reserve(pool, U(1)));
+    MUST(release(pool, last.token));
+    EXPECT_EQ(before + 1, shmc_release_counter(pool));
+}
