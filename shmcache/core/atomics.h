@@ -28,7 +28,7 @@ static inline uint32_t shmc_load32_acquire(const uint32_t *word)
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
-static inline int shmc_load_pid(const int *word)
+static inline int shmc_load_int(const int *word)
 {
     return __atomic_load_n(word, __ATOMIC_RELAXED);
 }

@@ -39,6 +39,23 @@ bool shmc_mutex_init(pthread_mutex_t *mutex)
     return ok;
 }
 
+/* What a mutex of shmc_mutex_init() is to glibc. A damaged kind would send pthread functions into
+ * paths that assert, and an assertion ends the worker. */
+static int sound_kind;
+static pthread_once_t kind_once = PTHREAD_ONCE_INIT;
+
+static void learn_kind(void)
+{
+    pthread_mutex_t mutex;
+    if (shmc_mutex_init(&mutex))
+        sound_kind = mutex.__data.__kind;
+}
+
+static bool is_sound(const pthread_mutex_t *mutex)
+{
+    return shmc_load_int(&mutex->__data.__kind) == sound_kind;
+}
+
 static int wait_slice(pthread_mutex_t *mutex, uint64_t wait_ns)
 {
 #ifdef SHMC_MUTANT_PLAIN_LOCK
@@ -70,7 +87,7 @@ static int acquire(pthread_mutex_t *mutex, uint64_t wait_ns)
 enum shmc_status shmc_lock(struct shmc_handle *handle, uint64_t wait_ns)
 {
     pthread_mutex_t *mutex = &handle->gate->mutex;
-    int error = acquire(mutex, wait_ns);
+    int error = is_sound(mutex) ? acquire(mutex, wait_ns) : EINVAL;
     if (error == EBUSY || error == ETIMEDOUT)
         return SHMC_BUSY;
     if (error != 0 && error != EOWNERDEAD) {
@@ -80,8 +97,7 @@ enum shmc_status shmc_lock(struct shmc_handle *handle, uint64_t wait_ns)
     if (shmc_load_relaxed(&handle->redo->commit) != 0 && shmc_redo_recover(handle) != SHMC_OK)
         shmc_poison(handle);
     if (error == EOWNERDEAD)
-        pthread_mutex_consistent(
-            mutex); /* also when poisoned: others must get an answer, not a hang */
+        pthread_mutex_consistent(mutex); /* also when poisoned: others must get an answer */
     return SHMC_OK;
 }
 
@@ -92,7 +108,7 @@ void shmc_unlock(struct shmc_handle *handle)
 
 pid_t shmc_lock_holder(const struct shmc_handle *handle)
 {
-    return shmc_load_pid(&handle->gate->mutex.__data.__owner);
+    return shmc_load_int(&handle->gate->mutex.__data.__owner);
 }
 
 /* ---- self-test ----------------------------------------------------------------------------- */
@@ -119,6 +135,7 @@ static void test_robust(void)
 
 bool shmc_robust_mutex_works(void)
 {
+    pthread_once(&kind_once, learn_kind); /* every opener comes by here, before its first lock */
     pthread_once(&robust_once, test_robust);
     return robust_works;
 }

@@ -393,7 +393,8 @@ uint64_t shmc_nonce(const struct shmc_handle *handle)
 
 enum shmc_pool_state shmc_pool_state(const struct shmc_handle *handle)
 {
-    return (enum shmc_pool_state)shmc_load_acquire(&handle->gate->state);
+    uint64_t state = shmc_load_acquire(&handle->gate->state);
+    return state <= SHMC_POOL_POISONED ? (enum shmc_pool_state)state : SHMC_POOL_POISONED;
 }
 
 void shmc_poison(struct shmc_handle *handle)
