@@ -11,6 +11,13 @@ from shmcache.errors import (
     ContractError,
     SegmentError,
 )
+from shmcache.policy.identity import (
+    CacheBlockId,
+    CacheRankIdentity,
+    CacheRepresentation,
+    CacheTier,
+)
+from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
     OwnerRecord,
     OwnerVerdict,
@@ -39,6 +46,7 @@ from shmcache.states.storage import (
 )
 
 __all__ = [
+    "CacheBlockId",
     "CacheBlockLifecycle",
     "CacheBlockStorage",
     "CacheEvictionPolicy",
@@ -55,9 +63,12 @@ __all__ = [
     "CachePoolReservation",
     "CachePoolResource",
     "CachePoolUsage",
+    "CacheRankIdentity",
+    "CacheRepresentation",
     "CacheResidencyPool",
     "CacheStorageError",
     "CacheStoragePhase",
+    "CacheTier",
     "ContractError",
     "MutableCacheTail",
     "OwnerRecord",
@@ -70,4 +81,6 @@ __all__ = [
     "SupervisorEventKind",
     "VerifyProblem",
     "VerifyReport",
+    "segment_names",
+    "segment_path",
 ]

@@ -1,0 +1,331 @@
+"""Commands about one pool at a time, and the list of them: each looks, says, and leaves.
+
+Contract    Only `create` takes an owner slot, for a moment; everything else observes. The keys of
+            each command's JSON are listed in docs/operating.md, and a test compares.
+Units       `..._bytes` in JSON are bytes; text shows them rounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+from rich.table import Table
+
+from shmcache import (
+    CachePoolError,
+    CachePoolLimits,
+    CachePoolResource,
+    CachePoolUsage,
+    CacheResidencyPool,
+    SegmentError,
+    bounds,
+    segment_names,
+    segment_path,
+)
+from shmcache.cli.answers import Answer, Command, error_document, table
+from shmcache.cli.names import hex_id, pool_argument
+from shmcache.cli.sizes import SIZE, SIZE_HELP, format_size
+from shmcache.errors import ContractError
+
+_COMMAND_COLUMNS_MAX = 60
+_Decorator: TypeAlias = Callable[[Callable[..., Answer]], Callable[..., Answer]]
+_AXES = tuple(resource.value for resource in CachePoolResource)
+
+
+def _count(name: str, limit: int, default: int | None, what: str) -> _Decorator:
+    return click.option(
+        name, type=click.IntRange(1, limit), default=default, show_default=True, help=what
+    )
+
+
+# ---- create and destroy ------------------------------------------------------------------------
+
+
+@click.command(cls=Command)
+@pool_argument
+@click.option("--device", type=SIZE, required=True, help="Limit of device memory.")
+@click.option("--host", type=SIZE, required=True, help="Limit of host memory; 0: none.")
+@click.option("--transfer", type=SIZE, required=True, help="Limit of transfers in flight.")
+@click.option("--disk", type=SIZE, default=0, help="Limit of disk space; 0, the default: none.")
+@click.option("--arena", type=SIZE, help="Memory for blocks; default: as --host.")
+@_count("--owners-max", bounds.OWNERS_MAX_LIMIT, bounds.OWNERS_MAX_DEFAULT, "Attached processes.")
+@_count("--managers-max", bounds.MANAGERS_MAX_LIMIT, bounds.MANAGERS_MAX_DEFAULT, "Sessions.")
+@_count(
+    "--reservations-max",
+    bounds.RESERVATIONS_MAX_LIMIT,
+    bounds.RESERVATIONS_MAX_DEFAULT,
+    "Reservations alive at once.",
+)
+@_count("--blocks-max", bounds.BLOCKS_MAX_LIMIT, None, "Blocks; default: one per 64 KiB of arena.")
+@click.option(
+    "--mode",
+    type=click.Choice(["600", "660"]),
+    default="600",
+    show_default=True,
+    help="Permissions; 660 admits the group that creates it.",
+)
+@click.option("--exist-ok", is_flag=True, help="Accept a pool that exists with these very sizes.")
+def create(name: str, exist_ok: bool, **options: Any) -> Answer:
+    """Make a pool and allocate all its memory now.
+
+    Memory is charged to the cgroup that this command runs in. Sizes are bytes, or K M G T, KiB ..
+    (powers of 1024), or KB .. (powers of 1000).
+
+    \b
+    Example:
+      shmcache create llm --device 8GiB --host 32GiB --transfer 1GiB --disk 200GB
+    """
+    axes = (options.pop(option) for option in ("device", "host", "transfer", "disk"))
+    options["arena_bytes"] = options.pop("arena")
+    options["mode"] = int(options["mode"], 8)
+    make = CacheResidencyPool.open_or_create if exist_ok else CacheResidencyPool.create
+    try:
+        pool = make(name, CachePoolLimits(*axes), **options)
+    except (ValueError, CachePoolError.InvalidLimits) as error:
+        raise click.UsageError(str(error)) from error
+    with pool:
+        document = _identity(pool) | _sizes(pool)
+        text = f"pool {name!r} has {format_size(pool.geometry().segment_bytes)} of shared memory"
+        return Answer(document, (text,))
+
+
+@click.command(cls=Command)
+@pool_argument
+@click.option("--force", is_flag=True, help="Also when other processes use it, or it is damaged.")
+def destroy(name: str, force: bool) -> Answer:
+    """Remove a pool. Refuses while live processes are attached, unless forced.
+
+    Forced, those processes keep the old memory until they close it, and are told that their epoch
+    has ended.
+
+    \b
+    Example:
+      shmcache destroy llm
+    """
+    CacheResidencyPool.destroy(name, force=force)
+    return Answer({"name": name, "destroyed": True}, (f"pool {name!r} is removed",))
+
+
+# ---- looking -----------------------------------------------------------------------------------
+
+
+@click.command("list", cls=Command)
+def list_() -> Answer:
+    """Show every pool of this host. A file that cannot be used is shown with the reason.
+
+    \b
+    Example:
+      shmcache list --json
+    """
+    entries = [entry for name in segment_names() if (entry := _entry(name))]
+    rows = (
+        (
+            entry["name"] if _is_pool_name(entry["name"]) else ascii(entry["name"]),
+            entry["pool_id"],
+            entry["state"],
+            *(_size_cell(entry[key]) for key in _SIZE_KEYS),
+            entry["owners"],
+            entry["problem"]["message"] if entry["problem"] else "",
+        )
+        for entry in entries
+    )
+    found = table("name id state >size >host >host_limit >owners problem", rows)
+    return Answer({"pools": entries}, (found,) if entries else ("no pools",))
+
+
+_SIZE_KEYS = ("size_bytes", "host_current_bytes", "host_limit_bytes")
+
+
+def _entry(name: str) -> dict[str, Any] | None:
+    """One line of the list; None when the file vanished while we looked."""
+    entry: dict[str, Any] = {"name": name, "pool_id": None, "state": "refused", "usable": False}
+    entry |= dict.fromkeys((*_SIZE_KEYS, "owners", "problem"))
+    try:
+        entry["size_bytes"] = segment_path(name).lstat().st_size
+        with CacheResidencyPool.observe(name) as pool:
+            entry |= {"pool_id": hex_id(pool.id), "state": pool.state}
+            entry["host_limit_bytes"] = pool.limits.host_bytes
+            entry["host_current_bytes"] = pool.report().current_host_bytes
+            entry["owners"] = len(pool.owners())
+            entry["usable"] = True
+    except (FileNotFoundError, SegmentError.NotFound):
+        return None
+    except ContractError as error:
+        entry["problem"] = error_document(error)
+    except ValueError as error:  # no pool name: somebody else's file
+        entry["problem"] = {"error": "ValueError", "message": str(error)}
+    return entry
+
+
+def _is_pool_name(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(bounds.pool_name(name))
+    return False
+
+
+@click.command(cls=Command)
+@pool_argument
+def report(name: str) -> Answer:
+    """Show what a pool holds on each axis, its peaks and its limits.
+
+    \b
+    Example:
+      shmcache report llm --json | jq .axes.host.current_bytes
+    """
+    with CacheResidencyPool.observe(name) as pool:
+        totals, owners = pool.report(), pool.owners()
+        axes = {
+            axis: {
+                "current_bytes": getattr(totals, f"current_{axis}_bytes"),
+                "peak_bytes": getattr(totals, f"peak_{axis}_bytes"),
+                "limit_bytes": getattr(totals.limits, f"{axis}_bytes"),
+            }
+            for axis in _AXES
+        }
+        reservations = sum(owner.reservations for owner in owners)
+        counts = {"owners": len(owners), "managers": totals.managers, "reservations": reservations}
+        document = _identity(pool) | counts | {"axes": axes} | _sizes(pool)
+    rows = ((axis.replace("_", " "), *map(format_size, row.values())) for axis, row in axes.items())
+    heading = f"pool {name!r}, id {document['pool_id']}, {document['state']}"
+    held = ", ".join(f"{count} {what}" for what, count in counts.items())
+    return Answer(document, (heading, held, table("axis >current >peak >limit", rows)))
+
+
+@click.command(cls=Command)
+@pool_argument
+def owners(name: str) -> Answer:
+    """Show every attached process and what it holds.
+
+    A dead one is named until somebody sweeps: `reclaim`, `supervise`, the next process to attach.
+
+    \b
+    Example:
+      shmcache owners llm
+    """
+    with CacheResidencyPool.observe(name) as pool:
+        records = pool.owners()
+        listed = [
+            {
+                "slot": owner.slot,
+                "pid": owner.pid,
+                "nonce": hex_id(owner.nonce),
+                "started": _time(owner.started_ns),
+                "verdict": owner.verdict,
+                "cleaning": owner.cleaning,
+                "managers": owner.managers,
+                "reservations": owner.reservations,
+                "usage": owner.usage,
+                "command": _command_line(owner.pid),
+            }
+            for owner in records
+        ]
+        document = _identity(pool) | {"owners": listed}
+    keys = ("slot", "pid", "started", "managers", "reservations")
+    rows = (
+        (
+            *(row[key] for key in keys),
+            "cleaning" if owner.cleaning else owner.verdict.value,
+            *_usage_cells(owner.usage),
+            row["command"],
+        )
+        for owner, row in zip(records, listed, strict=True)
+    )
+    columns = ">slot >pid started >managers >reservations state >device >host >transfer >disk "
+    found: str | Table = table(columns + "command", rows) if records else "no owners"
+    return Answer(document, (found,))
+
+
+@click.command(cls=Command)
+@pool_argument
+def verify(name: str) -> Answer:
+    """Recount everything in a pool. A finding (exit code 1) poisons it: nobody uses it any more.
+
+    Other processes wait for the length of the walk, some milliseconds.
+
+    \b
+    Example:
+      shmcache verify llm || shmcache destroy --force llm
+    """
+    with CacheResidencyPool.observe(name) as pool:
+        found = pool.verify()
+        document = _identity(pool) | {
+            "ok": found.ok,
+            "problems_count": found.problems_count,
+            "problems": found.problems,
+        }
+    if found.ok:
+        return Answer(document, (f"pool {name!r} is sound",))
+    if not found.problems:
+        return Answer(document, (f"pool {name!r} is {found.state}, no finding",), finding=True)
+    rows = ((row.kind, row.index, row.expected, row.actual) for row in found.problems)
+    heading = f"pool {name!r} is {found.state}: {found.problems_count} findings"
+    listed = table("finding >index >expected >actual", rows)
+    return Answer(document, (heading, listed, "destroy it and create it again"), finding=True)
+
+
+@click.command(cls=Command)
+@pool_argument
+def reclaim(name: str) -> Answer:
+    """Give back, once, what dead processes held. `supervise` does it all the time.
+
+    \b
+    Example:
+      shmcache reclaim llm
+    """
+    with CacheResidencyPool.observe(name) as pool:
+        reclaimed = pool.sweep()
+        listed = [
+            {"slot": o.slot, "pid": o.pid, "nonce": hex_id(o.nonce), "entries": o.entries}
+            | {"usage": o.usage}
+            for o in reclaimed
+        ]
+        document = _identity(pool) | {"reclaimed": listed}
+    rows = ((o.pid, o.entries, *_usage_cells(o.usage)) for o in reclaimed)
+    found = table(">pid >entries >device >host >transfer >disk", rows)
+    return Answer(document, (found,) if reclaimed else ("nothing to reclaim",))
+
+
+# ---- what answers share ------------------------------------------------------------------------
+
+
+def _identity(pool: CacheResidencyPool) -> dict[str, object]:
+    return {"name": pool.name, "pool_id": hex_id(pool.id), "state": pool.state}
+
+
+def _sizes(pool: CacheResidencyPool) -> dict[str, object]:
+    geometry = pool.geometry()
+    fields = {field: getattr(geometry, field) for field in geometry.__struct_fields__}
+    fields["mode"] = f"{geometry.mode:o}"
+    return {"segment_bytes": geometry.segment_bytes, "geometry": fields}
+
+
+def _usage_cells(usage: CachePoolUsage) -> Iterable[str]:
+    return (format_size(getattr(usage, f"{axis}_bytes")) for axis in _AXES)
+
+
+def _size_cell(size_bytes: int | None) -> str | None:
+    return None if size_bytes is None else format_size(size_bytes)
+
+
+def _time(wall_ns: int | None) -> str | None:
+    if wall_ns is None:
+        return None
+    return datetime.fromtimestamp(wall_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _command_line(pid: int) -> str | None:
+    """The beginning of the process's command line, printable; None when it cannot be read."""
+    try:
+        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+    text = raw.replace(b"\0", b" ").decode(errors="replace").strip()
+    return "".join(c if c.isprintable() else "?" for c in text[:_COMMAND_COLUMNS_MAX]) or None
+
+
+__all__ = ["SIZE_HELP", "create", "destroy", "list_", "owners", "reclaim", "report", "verify"]
