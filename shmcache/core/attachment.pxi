@@ -5,6 +5,9 @@ cdef struct Pending:
     shmc_token token
 
 
+cdef object _AT_ONCE = 0  # the usual timeout, known by identity
+
+
 cdef class Attachment:
     """One process's place in one segment: the handle, its calls in flight, its pending releases."""
 
@@ -101,12 +104,29 @@ cdef class Attachment:
                     status = shmc_perform(self._handle, request, SLICE_NS)
                 if status == SHMC_BUSY:
                     waited_ns += time.monotonic_ns() - started_ns
-                    PyErr_CheckSignals()
-                    if self._closed:
-                        raise SegmentError.Closed(self.name)
+                    era = self._serve_signals()
         finally:
             if era == self._era:
                 self._calls -= 1
+
+    cdef uint32_t _serve_signals(self) except? 0:
+        """Run signal handlers in the middle of a call; returns the era after them.
+
+        Meanwhile the call is not counted as in flight: a handler may close this handle, and would
+        wait for the very call it interrupted.
+        """
+        cdef uint32_t era = self._era
+        self._calls -= 1
+        try:
+            PyErr_CheckSignals()
+        except BaseException:
+            if era == self._era:
+                self._calls += 1
+            raise
+        self._calls += 1
+        if self._closed:
+            raise SegmentError.Closed(self.name)
+        return self._era
 
     cdef object _lock_held(self, uint64_t waited_ns):
         cdef int tid = shmc_lock_holder(self._handle)
@@ -178,6 +198,18 @@ cdef class Attachment:
         self._pending_room = room
         return 0
 
+    cdef int _run_for_token(self, shmc_request *request) except -1:
+        """Perform what makes a token. It is counted before: other threads may keep room as well."""
+        cdef int status = SHMC_BUSY
+        self._keep_room()
+        self._tokens += 1
+        try:
+            status = self._run(request)
+        finally:
+            if status != SHMC_OK:
+                self._tokens -= 1
+        return status
+
     cdef void _postpone(self, shmc_operation operation, shmc_token token) noexcept:
         if self._pending_count < self._pending_room:
             self._pending[self._pending_count].operation = operation
@@ -233,10 +265,9 @@ cdef class Attachment:
         request.operation = SHMC_OP_REGISTER
         request.allocate_id = manager is None
         request.id = 0 if manager is None else u64(manager, "manager")
-        self._keep_room()
-        cdef int status = self._run(&request)
+        cdef int status = self._run_for_token(&request)
         if status == SHMC_MANAGERS_FULL and self._sweep():
-            status = self._run(&request)
+            status = self._run_for_token(&request)
         if status != SHMC_OK:
             raise _error(self, status, &request)
         return _make_membership(self, &request)
@@ -279,10 +310,11 @@ cdef class Attachment:
 
         A refusal first reclaims dead owners. `timeout=None` waits for ever; expiry raises it.
         """
+        deadline_ns = 0 if timeout is _AT_ONCE else self._deadline_ns(timeout)
         token = self._reserve_now(usage)
         if type(token) is CachePoolReservation:
             return token
-        return self._reserve_patiently(usage, timeout, token)
+        return self._reserve_patiently(usage, deadline_ns, token)
 
     def reserve_transfer(self, bytes, *, timeout=0):
         """`reserve` on the transfer axis alone."""
@@ -297,8 +329,7 @@ cdef class Attachment:
         cdef shmc_request request
         request.operation = SHMC_OP_RESERVE
         _read_usage(usage, request.usage)
-        self._keep_room()
-        cdef int status = self._run(&request)
+        cdef int status = self._run_for_token(&request)
         if status == SHMC_OK:
             return _make_reservation(self, &request)
         error = _error(self, status, &request)
@@ -495,7 +526,7 @@ cdef class Attachment:
         try:
             with nogil:
                 shmc_wait_release(self._handle, seen, wait_ns)
-            PyErr_CheckSignals()
+            era = self._serve_signals()
             return shmc_release_counter(self._handle)
         finally:
             if era == self._era:

@@ -19,11 +19,14 @@ cdef class Token:
     cdef bint _released
     cdef object __weakref__
 
+    def __cinit__(self):
+        self._released = True  # what __new__ alone makes has no pool and holds nothing
+
     def __init__(self):
         raise TypeError(f"{type(self).__name__} objects are made by a pool")
 
     def __dealloc__(self):
-        if self._pool is not None and not self._released:
+        if not self._released:
             self._released = True
             self._pool._release_from_finalizer(self._release_operation, self._token, self._guard)
 
@@ -61,10 +64,10 @@ cdef class Token:
     cdef void _bind(self, Attachment pool, shmc_operation release_operation,
                     shmc_token token) noexcept:
         self._pool = pool
+        self._released = False
         self._token = token
         self._guard = shmc_process_guard()
         self._release_operation = release_operation
-        pool._tokens += 1
 
 
 @cython.no_gc_clear

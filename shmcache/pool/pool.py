@@ -171,11 +171,23 @@ class CacheResidencyPool(_core.Attachment):
 
     # -- waiting for capacity
 
+    @staticmethod
+    def _deadline_ns(timeout: float | None) -> int:
+        """0 for "at once", a time that never comes for None."""
+        if timeout is None:
+            return bounds.U64_MAX
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout must be seconds or None, not {type(timeout).__name__}")
+        if not timeout >= 0:
+            raise ValueError(f"timeout must not be negative, unlike {timeout}")
+        if timeout == 0:
+            return 0
+        return time.monotonic_ns() + int(min(timeout, 1e9) * 1e9)
+
     def _reserve_patiently(
-        self, usage: CachePoolUsage, timeout: float | None, refusal: CachePoolError | SegmentError
+        self, usage: CachePoolUsage, deadline_ns: int, refusal: CachePoolError | SegmentError
     ) -> _core.CachePoolReservation:
         """After a refusal: reclaim the dead, then wait for releases, then raise the refusal."""
-        deadline_ns = _deadline_ns(timeout)
         if self._sweep():
             answer = self._reserve_once(usage)
             if isinstance(answer, _core.CachePoolReservation):
@@ -287,19 +299,6 @@ def _geometry(limits: CachePoolLimits, options: dict[str, Any]) -> SegmentGeomet
         raise TypeError(f"limits must be CachePoolLimits, not {type(limits).__name__}")
     options = {"arena_bytes": None, "blocks_max": None} | options
     return segment.geometry_for(limits, **options)
-
-
-def _deadline_ns(timeout: float | None) -> int:
-    """0 for "at once", a time that never comes for None."""
-    if timeout is None:
-        return bounds.U64_MAX
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be seconds or None, not {type(timeout).__name__}")
-    if not timeout >= 0:
-        raise ValueError(f"timeout must not be negative, unlike {timeout}")
-    if timeout == 0:
-        return 0
-    return time.monotonic_ns() + int(min(timeout, 1e9) * 1e9)
 
 
 def _never_fits(usage: CachePoolUsage, limits: CachePoolLimits) -> bool:
