@@ -77,7 +77,7 @@ class Supervisor:
         self._pool = _observer_of(pool)
         self._on_poison = on_poison
         self._on_event = on_event
-        self._stop = threading.Event()
+        self._stopping = False  # no Event: its lock would hang a signal handler that meets it taken
         self._thread: threading.Thread | None = None
         self._watched: dict[int, tuple[int, int]] = {}  # slot -> (nonce, pidfd)
         self._seen_attach_seq = -1
@@ -99,12 +99,12 @@ class Supervisor:
 
     def stop(self) -> None:
         """Ask the watching thread to end after its present turn; safe in a signal handler."""
-        self._stop.set()
+        self._stopping = True
 
     def run(self) -> None:
         """Watch until stopped, or until the pool is gone."""
         with select.epoll() as epoll:
-            while not self._stop.is_set() and self.turn(epoll):
+            while not self._stopping and self.turn(epoll):
                 pass
 
     def turn(self, epoll: select.epoll) -> bool:
@@ -187,7 +187,7 @@ class Supervisor:
             self._poison_told = True
             self._tell(SupervisorEventKind.POISONED, f"pool {pool.name!r} is poisoned")
         if self._on_poison == "report" or not pool.name:
-            self._stop.wait(_SWEEP_SECONDS)
+            time.sleep(_SWEEP_SECONDS)
             return self._still_named(epoll)
         successor = recreate(pool)
         if successor is None:
