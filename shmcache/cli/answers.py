@@ -116,7 +116,7 @@ def table(columns: str, rows: Iterable[Iterable[object]]) -> Table:
 def error_document(error: ContractError | OSError) -> dict[str, object]:
     """An error as JSON has it: its name, the fact, the advice, and its payload."""
     if not isinstance(error, ContractError):
-        error = SegmentError.HostError.of("the operating system's call", error)
+        error = SegmentError.HostError.of("a system call", error)
     payload = dataclasses.fields(error)  # type: ignore[arg-type]  # every variant is one
     return {
         "error": type(error).__qualname__,

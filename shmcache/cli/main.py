@@ -8,7 +8,7 @@ from shmcache.cli import pools, stress, supervise
 from shmcache.cli.answers import Commands
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("shmcache", cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="shmcache")
 def main() -> None:
     """Look at, make and remove pools of cache memory that processes of this host share.
