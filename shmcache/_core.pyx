@@ -19,7 +19,7 @@ tokens.
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX, UINT64_MAX
+from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memset
 from posix.unistd cimport close as close_descriptor

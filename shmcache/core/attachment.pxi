@@ -434,16 +434,23 @@ cdef class Attachment:
         return len(dead)
 
     def _retire(self, attach_seq):
-        """Mark the epoch as over; False when an owner attached since `attach_seq` was read."""
+        """End the epoch; False when an owner attached since `attach_seq` was read.
+
+        With None, whoever is attached: this needs no lock, so it also ends a pool whose lock is lost.
+        """
         cdef shmc_request request
-        request.operation = SHMC_OP_RETIRE
-        request.attach_seq = UINT64_MAX if attach_seq is None else attach_seq
-        cdef int status = self._run(&request)
-        if status in (SHMC_OK, SHMC_STALE, SHMC_RETIRED, SHMC_POISONED):
-            return True
-        if status == SHMC_OWNERS_CHANGED:
-            return False
-        raise _error(self, status, &request)
+        cdef int status
+        self._ready()
+        if attach_seq is not None:
+            request.operation = SHMC_OP_RETIRE
+            request.attach_seq = attach_seq
+            status = self._run(&request)
+            if status == SHMC_OWNERS_CHANGED:
+                return False
+            if status not in (SHMC_OK, SHMC_RETIRED, SHMC_POISONED):
+                raise _error(self, status, &request)
+        shmc_retire(self._handle)
+        return True
 
     # -- checking, waiting, leaving
 

@@ -158,6 +158,7 @@ cdef extern from "shmc.h" nogil:
     uint32_t shmc_slot(const shmc_handle *handle)
     uint64_t shmc_nonce(const shmc_handle *handle)
     shmc_pool_state shmc_pool_state_of "shmc_pool_state"(const shmc_handle *handle)
+    void shmc_retire(shmc_handle *handle)
     uint64_t shmc_attach_seq(const shmc_handle *handle)
 
     shmc_status shmc_perform(shmc_handle *handle, shmc_request *request, uint64_t wait_ns)

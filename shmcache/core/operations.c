@@ -31,10 +31,9 @@ static bool needs_owner(enum shmc_operation operation)
  * the way out of POISONED: its users then learn that a new epoch is there. */
 static enum shmc_status retire(struct shmc_handle *handle, const struct shmc_request *request)
 {
-    if (request->attach_seq != UINT64_MAX && request->attach_seq != handle->control->attach_seq)
+    if (request->attach_seq != handle->control->attach_seq)
         return SHMC_OWNERS_CHANGED;
-    if (!shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED))
-        shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_POISONED, SHMC_POOL_RETIRED);
+    shmc_retire(handle);
     return SHMC_OK;
 }
 

@@ -402,6 +402,11 @@ void shmc_poison(struct shmc_handle *handle)
     shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_POISONED);
 }
 
+void shmc_retire(struct shmc_handle *handle)
+{
+    shmc_store_release(&handle->gate->state, SHMC_POOL_RETIRED);
+}
+
 uint64_t shmc_attach_seq(const struct shmc_handle *handle)
 {
     return shmc_load_acquire(&handle->control->attach_seq);

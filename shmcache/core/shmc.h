@@ -129,6 +129,8 @@ uint32_t shmc_slot(const struct shmc_handle *handle); /* UINT32_MAX before the j
 uint64_t shmc_nonce(const struct shmc_handle *handle);
 enum shmc_pool_state shmc_pool_state(const struct shmc_handle *handle);
 void shmc_poison(struct shmc_handle *handle);
+/* Ends the epoch whatever its state, and without the lock: the way out when the lock is damaged. */
+void shmc_retire(struct shmc_handle *handle);
 uint64_t shmc_attach_seq(const struct shmc_handle *handle); /* a hint, read without the lock */
 
 /* ---- operations.c: one request, one critical section --------------------------------------- */
@@ -146,7 +148,7 @@ enum shmc_operation {
     SHMC_OP_HELD,                /* in: held_rows[owners_max]; out: rows filled */
     SHMC_OP_RECLAIM_BEGIN,       /* in: owner_slot, owner_nonce */
     SHMC_OP_RECLAIM_STEP, /* in: owner_slot, owner_nonce, cursor; MORE until the slot is FREE */
-    SHMC_OP_RETIRE,       /* in: attach_seq as seen, or UINT64_MAX to not care */
+    SHMC_OP_RETIRE,       /* in: attach_seq as the caller saw it */
     SHMC_OP_CHECK,        /* in: problems[problems_max]; out: problems_count */
     SHMC_OPERATIONS,
 };

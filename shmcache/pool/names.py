@@ -149,22 +149,30 @@ def retire_nameless(name: str) -> int:
     new segment of the name would split the pool unnoticed; retired, its users get a typed error at
     their next call and attach to the new one.
     """
-    removed = f"{segment_path(name)} (deleted)"
     inodes = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for link in _descriptors_of(f"{segment_path(name)} (deleted)"):
+        observer = _core.Attachment()
         with contextlib.suppress(OSError, SegmentError):
-            if os.readlink(link) != removed:
-                continue
-            observer = _core.Attachment()
             observer._attach(os.open(link, os.O_RDWR | os.O_CLOEXEC), name, CachePoolLimits, False)
-            try:
-                if observer._state() == _core.STATE_ACTIVE and observer._retire(None):
-                    inodes.add(os.fstat(observer.fileno()).st_ino)
-            finally:
-                observer.close()
+            if observer._state() == _core.STATE_ACTIVE and observer._retire(None):
+                inodes.add(os.fstat(observer.fileno()).st_ino)
+        observer.close()
     if inodes:
         _log.warning("retired %d segment(s) of pool %r whose name was removed", len(inodes), name)
     return len(inodes)
+
+
+def _descriptors_of(target: str) -> Iterator[str]:
+    """/proc paths of all descriptors of the target, while processes come and go."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            links = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue  # gone, or somebody else's
+        for link in links:
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/fd/{link}") == target:
+                    yield f"/proc/{pid}/fd/{link}"
 
 
 # ---- removing on purpose -----------------------------------------------------------------------

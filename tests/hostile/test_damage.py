@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import shmcache as sc
+from shmcache import _core
 from shmcache.pool.names import segment_path
 from tests.support import Worker
 
@@ -140,3 +141,23 @@ def fnv1a(data: bytes) -> int:
     for byte in data:
         value = (value ^ byte) * 0x100000001B3 & (1 << 64) - 1
     return value
+
+
+@pytest.mark.parametrize("word", [4_000_000, 0x3FFFFFFF], ids=["dead thread", "nonsense"])
+def test_a_lost_lock_has_a_way_out(
+    pool_name: str, monkeypatch: pytest.MonkeyPatch, word: int
+) -> None:
+    """A lock word that names nobody alive answers LockHeld, but does not stop destroy(force)."""
+    monkeypatch.setattr(_core, "LOCK_DEADLINE_NS", 100_000_000)
+    pool = sc.CacheResidencyPool.create(pool_name, LIMITS, **SIZES)
+    with segment_path(pool_name).open("r+b") as file:
+        file.seek(4096)
+        file.write(struct.pack("=I", word))
+    with pytest.raises(sc.SegmentError.LockHeld):
+        pool.report()
+    with pytest.raises(sc.SegmentError.LockHeld):
+        sc.CacheResidencyPool.destroy(pool_name)
+    sc.CacheResidencyPool.destroy(pool_name, force=True)
+    assert pool.state == "retired"
+    assert not segment_path(pool_name).exists()
+    pool.close()

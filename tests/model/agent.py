@@ -59,13 +59,15 @@ class Agent:
             self.close()
 
     def close(self) -> None:
-        """Reap it, whatever its state, and give its descriptors back."""
+        """Reap it, whatever its state, and give its descriptors back; once."""
+        if self._orders < 0:
+            return
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        for fd in (self._orders, self._answers):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        os.close(self._orders)
+        os.close(self._answers)
+        self._orders = self._answers = -1
 
 
 def _serve(name: str, orders: int, answers: int) -> None:

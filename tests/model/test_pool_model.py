@@ -248,7 +248,7 @@ def test_any_order_agrees_with_a_dict() -> None:
 @pytest.mark.watchdog(600)
 def test_many_orders_agree_with_a_dict() -> None:
     """The long form."""
-    run_state_machine_as_test(PoolMachine, settings=_settings(max_examples=400, steps=60))
+    run_state_machine_as_test(PoolMachine, settings=_settings(max_examples=200, steps=60))
 
 
 def _settings(*, max_examples: int, steps: int) -> settings:
