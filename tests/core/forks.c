@@ -178,7 +178,7 @@ static void open_once(void *fd)
 }
 
 /* A child of a process whose other threads are in the middle of open, requests and close. */
-TEST(a_fork_may_come_at_any_moment)
+TEST(threads_do_not_disturb_a_fork)
 {
     int fd = new_segment(tables(ROOMY, 8, 8, 8));
     pthread_t threads[2];

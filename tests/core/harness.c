@@ -343,6 +343,47 @@ void restore_image(struct shmc_handle *handle, const struct image *image)
     memcpy(journaled(handle, &bytes), image->data, image->bytes);
 }
 
+/* The gate's words in use and everything journaled lie between what must not change. */
+static void copy_outside(const struct shmc_handle *handle, uint8_t *to)
+{
+    uint64_t gate = handle->header.region_offset[SHMC_REGION_GATE];
+    uint64_t redo = handle->header.region_offset[SHMC_REGION_REDO];
+    uint64_t pins = handle->header.region_offset[SHMC_REGION_PINS];
+    memcpy(to, handle->base, gate);
+    memcpy(to + gate, handle->base + gate + sizeof(struct shmc_gate),
+           redo - gate - sizeof(struct shmc_gate));
+    memcpy(to + redo - sizeof(struct shmc_gate), handle->base + pins, handle->mapped_bytes - pins);
+}
+
+static uint64_t outside_bytes(const struct shmc_handle *handle)
+{
+    return handle->header.region_offset[SHMC_REGION_REDO] - sizeof(struct shmc_gate) +
+           handle->mapped_bytes - handle->header.region_offset[SHMC_REGION_PINS];
+}
+
+struct outside outside_of(struct shmc_handle *handle)
+{
+    struct outside outside = {.bytes = outside_bytes(handle)};
+    uint64_t pins = handle->header.region_offset[SHMC_REGION_PINS];
+    memset(handle->gate + 1, 0xa5,
+           handle->header.region_bytes[SHMC_REGION_GATE] - sizeof(struct shmc_gate));
+    memset(handle->base + pins, 0xa5, handle->mapped_bytes - pins);
+    outside.data = malloc(outside.bytes);
+    EXPECT(outside.data != NULL);
+    copy_outside(handle, outside.data);
+    return outside;
+}
+
+bool same_outside(const struct shmc_handle *handle, const struct outside *outside)
+{
+    uint8_t *now = malloc(outside->bytes);
+    EXPECT(now != NULL && outside->bytes == outside_bytes(handle));
+    copy_outside(handle, now);
+    bool same = memcmp(now, outside->data, outside->bytes) == 0;
+    free(now);
+    return same;
+}
+
 /* ---- processes and waiting ------------------------------------------------------------------- */
 
 void in_child(void (*run)(void *), void *argument)
@@ -351,6 +392,7 @@ void in_child(void (*run)(void *), void *argument)
     pid_t pid = fork();
     EXPECT(pid >= 0);
     if (pid == 0) {
+        die_with_parent();
         run(argument);
         _exit(0);
     }
@@ -366,7 +408,7 @@ pid_t child_that_stays(void (*run)(void *), void *argument)
     pid_t pid = fork();
     EXPECT(pid >= 0);
     if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL); /* a failed test must leave nobody behind */
+        die_with_parent();
         run(argument);
         EXPECT(write(done[1], &byte, 1) == 1);
         for (;;)
@@ -379,6 +421,16 @@ pid_t child_that_stays(void (*run)(void *), void *argument)
     return pid;
 }
 
+void hold_the_lock(void *fd)
+{
+    EXPECT(pthread_mutex_lock(&observe(*(int *)fd)->gate->mutex) == 0);
+}
+
+void die_with_parent(void)
+{
+    EXPECT(prctl(PR_SET_PDEATHSIG, SIGKILL) == 0);
+}
+
 void kill_child(pid_t pid)
 {
     EXPECT(kill(pid, SIGKILL) == 0 && waitpid(pid, NULL, 0) == pid);
@@ -389,4 +441,20 @@ void wait_for(bool (*condition)(void *), void *argument)
     const struct timespec millisecond = {.tv_nsec = 1000000};
     while (!condition(argument))
         nanosleep(&millisecond, NULL);
+}
+
+bool thread_sleeps(void *thread)
+{
+    char text[256] = "";
+    pid_t number = __atomic_load_n((pid_t *)thread, __ATOMIC_ACQUIRE);
+    if (number == 0)
+        return false;
+    snprintf(text, sizeof text, "/proc/self/task/%d/stat", number);
+    FILE *stat = fopen(text, "r");
+    if (stat == NULL)
+        return false;
+    bool read = fgets(text, sizeof text, stat) != NULL;
+    fclose(stat);
+    const char *name_end = strrchr(text, ')');
+    return read && name_end != NULL && name_end[2] == 'S';
 }

@@ -121,6 +121,16 @@ struct image image_of(const struct shmc_handle *handle);
 bool same_image(const struct shmc_handle *handle, const struct image *image);
 void restore_image(struct shmc_handle *handle, const struct image *image);
 
+/* A copy of every mapped byte that no request may change: the header, the gate's unused bytes, and
+ * the regions that are written without the lock. Filled with a pattern first where it is empty. */
+struct outside {
+    uint64_t bytes;
+    uint8_t *data;
+};
+
+struct outside outside_of(struct shmc_handle *handle);
+bool same_outside(const struct shmc_handle *handle, const struct outside *outside);
+
 /* ---- processes and waiting ------------------------------------------------------------------- */
 
 /* Runs the function in a forked child and expects it to return. */
@@ -128,7 +138,10 @@ void in_child(void (*run)(void *), void *argument);
 /* Forks; the child runs the function and then sleeps until the parent kills it. Returns when the
  * function is done. */
 pid_t child_that_stays(void (*run)(void *), void *argument);
+void hold_the_lock(void *fd); /* for child_that_stays */
 void kill_child(pid_t pid);
+void die_with_parent(void); /* for children: a failed test leaves nobody behind */
 void wait_for(bool (*condition)(void *), void *argument); /* polls; the watchdog ends it */
+bool thread_sleeps(void *thread); /* of this process; false while *thread is 0 */
 
 #endif

@@ -259,8 +259,8 @@ TEST(a_retired_pool_only_checks)
     struct shmc_handle *pool = new_pool(ROOMY);
     MUST(add_manager(pool, 1));
     MUST(reserve(pool, U(1)));
-    MUST(retire(pool, UINT64_MAX));
-    MUST(retire(pool, UINT64_MAX));
+    MUST(retire(pool, shmc_attach_seq(pool)));
+    MUST(retire(pool, shmc_attach_seq(pool)));
     struct image image = image_of(pool);
     EXPECT_EQ(SHMC_POOL_RETIRED, shmc_pool_state(pool));
     expect_every_request(pool, SHMC_RETIRED);
@@ -285,7 +285,7 @@ TEST(a_poisoned_pool_checks_and_retires)
     EXPECT_CLEAN(pool);
     EXPECT_EQ(SHMC_POOL_POISONED, shmc_pool_state(pool)); /* a clean walk lifts nothing */
     free(image.data);
-    MUST(retire(pool, UINT64_MAX)); /* the way out: another epoch takes the name */
+    MUST(retire(pool, shmc_attach_seq(pool))); /* the way out: another epoch takes the name */
     expect_every_request(pool, SHMC_RETIRED);
 }
 

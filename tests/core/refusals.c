@@ -321,7 +321,7 @@ static void expect_sound_layout(const struct shmc_header *header)
 }
 
 /* Regions never overlap, whatever the sizes; small ones, so that many can be formatted. */
-TEST(every_geometry_has_a_sound_layout)
+TEST(any_geometry_has_a_sound_layout)
 {
     for (uint64_t round = 0; round < rounds(200); round++) {
         struct shmc_geometry geometry =
@@ -338,7 +338,7 @@ TEST(every_geometry_has_a_sound_layout)
     }
 }
 
-/* The words that a creator chooses freely; all others must follow from the rest or from the host. */
+/* The words that a creator chooses freely; all others follow from the rest or from the host. */
 static bool differ_only_in_choices(struct shmc_header one, struct shmc_header two)
 {
     two.pool_id = one.pool_id;
@@ -367,7 +367,7 @@ static uint64_t interesting_word(uint64_t word)
 }
 
 /* A right checksum proves only that somebody can compute it. */
-TEST(a_sealed_header_of_any_words_is_refused_or_harmless)
+TEST(any_sealed_header_is_refused_or_harmless)
 {
     int fd = new_segment(with_arena());
     const struct shmc_header good = header_of(fd);

@@ -8,6 +8,7 @@ the randomised ones; both stand in the message of a failure.
 Source: the mutants are compile flags of the engine itself, see its files.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ HERE = Path(__file__).parent
 ENGINE = ROOT / "shmcache" / "core"
 COMPILER = os.environ.get("CC") or "gcc"
 FLAGS = "-std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Werror -fno-omit-frame-pointer".split()
-LONGER = 20  # how much longer the randomised tests run in CI
+LONGER = 10  # how much longer the randomised tests run in CI
 
 
 class Build(NamedTuple):
@@ -50,13 +51,16 @@ def mutant(name: str) -> Build:
 
 
 # The sanitizer's own allocator is not safe in the child of a process with threads.
-NOT_UNDER_ADDRESS = {"a_fork_may_come_at_any_moment"}
+NOT_UNDER_ADDRESS = {"threads_do_not_disturb_a_fork"}
 
 # A mutant, and the tests that must notice it.
 MUTANTS = {
     "NO_NONCE": "a_late_cleaner_leaves_another_cleaning_alone",
     "UNFENCED_CLEANING": "a_late_cleaner_harms_nobody",
     "PID_ONLY": "a_reused_pid_is_no_sign_of_life",
+    "NO_REDO": "a_change_is_whole_wherever_its_maker_died",
+    "NON_ROBUST": "robust_mutexes_work_here",
+    "PLAIN_LOCK": "a_held_lock_makes_others_busy",
 }
 
 
@@ -66,6 +70,10 @@ def names_in(pattern: str) -> list[str]:
     return [
         name for path in sources for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.M)
     ]
+
+
+# These repeat themselves ENGINE_TEST_FACTOR times.
+RANDOM = [name for name in names_in("*.c") if name.startswith(("any_", "random_"))]
 
 
 class Builds:
@@ -120,22 +128,25 @@ class Builds:
         return f"no {build.sanitizer} sanitizer on this machine: {done.stdout.strip()[-200:]}"
 
 
-def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; both outputs together."""
+def run(
+    command: list[str], limit_s: float | None = None, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; both outputs together. The C programs have a watchdog of their own."""
     return subprocess.run(
         command,
+        timeout=limit_s,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66", **environment},
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66", **(environment or {})},
     )
 
 
-def expect_ok(program: Path, name: str, **environment: str) -> None:
+def expect_ok(program: Path, name: str, *, factor: int = 1) -> None:
     """The C test passes."""
-    done = run([str(program), name], **environment)
+    done = run([str(program), name], environment={"ENGINE_TEST_FACTOR": str(factor)})
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"{name} ok"]), done.stdout
 
 
@@ -164,8 +175,25 @@ def test_threads(builds: Builds, name: str) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_for_longer(builds: Builds, name: str) -> None:
+    """The same with other seeds, many times as often."""
+    expect_ok(builds.program(ADDRESS), name, factor=LONGER)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", names_in("threads.c"))
+def test_threads_for_longer(builds: Builds, name: str) -> None:
+    """The same with other seeds, many times as often."""
+    expect_ok(builds.program(THREAD), name, factor=LONGER)
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "test"), MUTANTS.items())
 def test_a_mutant_is_noticed(builds: Builds, name: str, test: str) -> None:
-    """The test that guards a safeguard fails without it."""
-    done = run([str(builds.program(mutant(name))), test])
-    assert done.returncode != 0, f"{test} passes without the safeguard"
+    """The test that guards a safeguard fails, or never ends, without it."""
+    program = builds.program(mutant(name))
+    expect_ok(program, "every_status_has_a_name")  # it does run
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        done = run([str(program), test], limit_s=10)
+        assert done.returncode != 0, f"{test} passes without the safeguard"

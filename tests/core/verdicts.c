@@ -122,3 +122,57 @@ TEST(a_free_slot_shows_no_owner)
     pool->owners[1].state = UINT64_MAX;
     EXPECT(!shmc_owner_view(pool, 1, &view));
 }
+
+static void attach_and_execute(void *fd)
+{
+    attach(*(int *)fd);
+    execlp("sleep", "sleep", "1000", NULL);
+    FAIL("cannot execute sleep");
+}
+
+static void attach_and_lose_the_lock(void *fd)
+{
+    close(attach(*(int *)fd)->lock_fd);
+}
+
+static bool second_owner_is_dead(void *pool)
+{
+    struct shmc_owner_view view = view_of(pool, 1);
+    EXPECT_EQ(1, view.exec_locked);
+    return shmc_owner_verdict(pool, &view) == SHMC_DEAD;
+}
+
+static bool has_second_owner(void *pool)
+{
+    struct shmc_owner_view view;
+    return shmc_owner_view(pool, 1, &view);
+}
+
+/* The same pid, start time and pidfd, but another program: it knows nothing of what it holds. */
+TEST(an_owner_that_executed_another_program_is_dead)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = fork();
+    EXPECT(pid >= 0);
+    if (pid == 0) {
+        die_with_parent();
+        attach_and_execute(&pool->segment_fd);
+    }
+    wait_for(has_second_owner, pool);
+    wait_for(second_owner_is_dead, pool);
+    EXPECT(kill(pid, 0) == 0);
+    kill_child(pid);
+}
+
+/* Another library may close the descriptor behind the lock: only a process that no longer maps the
+ * segment has forgotten it. */
+TEST(an_owner_that_lost_its_lock_but_maps_the_segment_is_alive)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = child_that_stays(attach_and_lose_the_lock, &pool->segment_fd);
+    struct shmc_owner_view view = view_of(pool, 1);
+    EXPECT_EQ(SHMC_NO, shmc_os_byte_locked(pool->segment_fd, view.nonce >> 2));
+    EXPECT_EQ(SHMC_ALIVE, shmc_owner_verdict(pool, &view));
+    EXPECT_EQ(0, dead_owners(pool));
+    kill_child(pid);
+}

@@ -3,8 +3,7 @@
 
 struct waiting {
     struct shmc_handle *pool;
-    char stat[64]; /* path of the thread's /proc stat */
-    bool ready;
+    pid_t thread; /* 0 until it is about to sleep */
 };
 
 static void *wait_for_capacity(void *argument)
@@ -12,35 +11,19 @@ static void *wait_for_capacity(void *argument)
     struct waiting *waiting = argument;
     shmc_waiter_set(waiting->pool, true);
     uint32_t seen = shmc_release_counter(waiting->pool);
-    snprintf(waiting->stat, sizeof waiting->stat, "/proc/self/task/%d/stat", gettid());
-    __atomic_store_n(&waiting->ready, true, __ATOMIC_RELEASE);
+    __atomic_store_n(&waiting->thread, gettid(), __ATOMIC_RELEASE);
     while (shmc_release_counter(waiting->pool) == seen)
         shmc_wait_release(waiting->pool, seen, 1000000000000ull); /* the watchdog comes first */
     shmc_waiter_set(waiting->pool, false);
     return NULL;
 }
 
-static bool is_asleep(void *argument)
-{
-    struct waiting *waiting = argument;
-    char text[256] = "";
-    if (!__atomic_load_n(&waiting->ready, __ATOMIC_ACQUIRE))
-        return false;
-    FILE *stat = fopen(waiting->stat, "r");
-    if (stat == NULL)
-        return false;
-    bool read = fgets(text, sizeof text, stat) != NULL;
-    fclose(stat);
-    const char *name_end = strrchr(text, ')');
-    return read && name_end != NULL && name_end[2] == 'S';
-}
-
 static void expect_woken_by(struct waiting *waiting, enum shmc_status (*act)(struct shmc_handle *))
 {
     pthread_t thread;
-    waiting->ready = false;
+    waiting->thread = 0;
     EXPECT(pthread_create(&thread, NULL, wait_for_capacity, waiting) == 0);
-    wait_for(is_asleep, waiting);
+    wait_for(thread_sleeps, &waiting->thread);
     MUST(act(waiting->pool));
     EXPECT(pthread_join(thread, NULL) == 0);
 }
