@@ -137,6 +137,10 @@ class Worker:
         except BrokenPipeError:
             raise WorkerDied(self._process.wait(PATIENCE_S)) from None
 
+    def answered(self) -> bool:
+        """Whether `finish` would find an answer now."""
+        return bool(select.select([self._answers], [], [], 0)[0])
+
     def finish(self, *, limit_s: float = PATIENCE_S) -> Any:
         """Wait for what `begin` started; its value, or `WorkerError` with what it raised."""
         answer = self._answer(limit_s)
