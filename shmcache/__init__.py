@@ -5,11 +5,19 @@ Start at `CacheResidencyPool`; docs/architecture.md tells how the pieces fit.
 
 from shmcache._core import CachePoolMembership, CachePoolReservation
 from shmcache.errors import (
+    CacheIoExecutionStateError,
+    CacheIoWorkerError,
     CacheLifecycleError,
     CachePoolError,
     CacheStorageError,
     ContractError,
     SegmentError,
+)
+from shmcache.io import (
+    CacheIoSubmission,
+    CacheIoSubmissionOutcome,
+    CacheIoTicket,
+    CacheIoWorker,
 )
 from shmcache.policy.identity import (
     CacheBlockId,
@@ -34,6 +42,13 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
+from shmcache.states.execution import (
+    CacheIoAdmission,
+    CacheIoCompletionDisposition,
+    CacheIoExecutionState,
+    CacheIoPreparation,
+    CacheIoStartDisposition,
+)
 from shmcache.states.lifecycle import CacheBlockLifecycle, CacheEvictionPolicy, MutableCacheTail
 from shmcache.states.storage import (
     CacheBlockStorage,
@@ -44,17 +59,39 @@ from shmcache.states.storage import (
     CacheIoOperationKind,
     CacheStoragePhase,
 )
+from shmcache.telemetry import (
+    CACHE_RESIDENCY_LAYER_REPORT_LIMIT,
+    CacheLayerResidencyReport,
+    CacheLayerResidencyStats,
+    CacheResidencyReport,
+    CacheResidencyTelemetry,
+    CacheResidencyTotals,
+)
 
 __all__ = [
+    "CACHE_RESIDENCY_LAYER_REPORT_LIMIT",
     "CacheBlockId",
     "CacheBlockLifecycle",
     "CacheBlockStorage",
     "CacheEvictionPolicy",
     "CacheHostDemotionOperation",
     "CacheHostPromotion",
+    "CacheIoAdmission",
+    "CacheIoCompletionDisposition",
+    "CacheIoExecutionState",
+    "CacheIoExecutionStateError",
     "CacheIoOperation",
     "CacheIoOperationKey",
     "CacheIoOperationKind",
+    "CacheIoPreparation",
+    "CacheIoStartDisposition",
+    "CacheIoSubmission",
+    "CacheIoSubmissionOutcome",
+    "CacheIoTicket",
+    "CacheIoWorker",
+    "CacheIoWorkerError",
+    "CacheLayerResidencyReport",
+    "CacheLayerResidencyStats",
     "CacheLifecycleError",
     "CachePoolError",
     "CachePoolLimits",
@@ -66,6 +103,9 @@ __all__ = [
     "CacheRankIdentity",
     "CacheRepresentation",
     "CacheResidencyPool",
+    "CacheResidencyReport",
+    "CacheResidencyTelemetry",
+    "CacheResidencyTotals",
     "CacheStorageError",
     "CacheStoragePhase",
     "CacheTier",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import copy
 import errno
 import pickle
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 import pytest
 
 from shmcache.errors import (
+    CacheIoExecutionStateError,
+    CacheIoWorkerError,
     CacheLifecycleError,
     CachePoolError,
     CacheStorageError,
@@ -33,6 +37,8 @@ FAMILIES: tuple[type[ContractError], ...] = (
     SegmentError,
     CacheLifecycleError,
     CacheStorageError,
+    CacheIoExecutionStateError,
+    CacheIoWorkerError,
 )
 
 
@@ -87,6 +93,18 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (CacheStorageError.HostDemotionMismatch(310, 311), ("310", "311")),
     (CacheStorageError.IoMismatch(KEY, "another"), ("310", "41", "another")),
     (CacheStorageError.IoKindMismatch(WRITE, READ), ("write", "read")),
+    (CacheIoExecutionStateError.ZeroCapacity(), ("at least one",)),
+    (CacheIoExecutionStateError.UnknownOperation(), ("no operation",)),
+    (CacheIoExecutionStateError.InvalidAdmission(), ("admitted",)),
+    (CacheIoExecutionStateError.InvalidAdmissionRollback(), ("rolled back",)),
+    (CacheIoExecutionStateError.InvalidStart(), ("start",)),
+    (CacheIoExecutionStateError.InvalidCompletion(), ("complete",)),
+    (CacheIoExecutionStateError.OperationStillOwned(), ("queued or running",)),
+    (CacheIoWorkerError.Poisoned(), ("poisoned",)),
+    (CacheIoWorkerError.OperationFailed("no space"), ("no space",)),
+    (CacheIoWorkerError.Cancelled(2**64 - 1), ("18446744073709551615",)),
+    (CacheIoWorkerError.Spawn("disk", RuntimeError("full")), ("'disk'", "full")),
+    (CacheIoWorkerError.Execution(CacheIoExecutionStateError.InvalidStart()), ("start",)),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)
@@ -120,7 +138,7 @@ def test_pickle_and_copy_keep_the_error(error: ContractError, parts: tuple[str, 
         assert type(twin) is type(error)
         assert twin == error
         assert hash(twin) == hash(error)
-        assert (str(twin), twin.args) == (str(error), error.args)
+        assert (str(twin), repr(twin.args)) == (str(error), repr(error.args))
 
 
 @each_sample
@@ -149,7 +167,9 @@ def test_each_payload_field_is_part_of_equality(
         if isinstance(error, CachePoolError.InvalidLimits) and position == 1:
             continue
         changed = [*error.args]
-        changed[position] = (value, "changed")
+        # A cause must be an exception, whatever else is wrong with it.
+        other = EOFError("changed") if isinstance(value, Exception) else (value, "changed")
+        changed[position] = other
         assert type(error)(*changed) != error
 
 
@@ -160,6 +180,19 @@ def test_wrong_number_of_arguments(error: ContractError, parts: tuple[str, ...])
     if error.args:
         with pytest.raises(TypeError, match="missing"):
             type(error)()
+
+
+def test_i14_a_cancelled_operation_is_no_cancelled_coroutine() -> None:
+    """asyncio and concurrent.futures treat their own as a request to the waiter."""
+
+    error = CacheIoWorkerError.Cancelled(21)
+    foreign = (asyncio.CancelledError, concurrent.futures.CancelledError)
+    assert not isinstance(error, foreign)
+    wrapped = CacheIoWorkerError.Execution(CacheIoExecutionStateError.InvalidStart())
+    assert wrapped.__cause__ is wrapped.error
+    assert str(wrapped) == str(wrapped.error)
+    spawned = CacheIoWorkerError.Spawn("disk", RuntimeError("full"))
+    assert spawned.__cause__ is spawned.source
 
 
 def test_keywords_and_positions_make_the_same_error() -> None:

@@ -41,7 +41,7 @@ LAYERS = {
 }
 
 # Contract files whose names the package must export by now.
-IMPLEMENTED = ["lifecycle.md", "pool.md", "storage.md"]
+IMPLEMENTED = ["io.md", "lifecycle.md", "pool.md", "storage.md", "telemetry.md"]
 CONTRACT = ROOT.parent / "shared" / "contract" / "README.md"
 
 FOLDERS = ("shmcache", "tests", "tools", "docs", ".ci")

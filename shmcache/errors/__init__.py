@@ -7,12 +7,15 @@ Not here: `TypeError` and `ValueError` for arguments outside their domain (bound
 """
 
 from shmcache.errors.base import ContractError, size_text
+from shmcache.errors.io import CacheIoExecutionStateError, CacheIoWorkerError
 from shmcache.errors.lifecycle import CacheLifecycleError
 from shmcache.errors.pool import CachePoolError
 from shmcache.errors.segment import RefusedCheck, SegmentError
 from shmcache.errors.storage import CacheStorageError
 
 __all__ = [
+    "CacheIoExecutionStateError",
+    "CacheIoWorkerError",
     "CacheLifecycleError",
     "CachePoolError",
     "CacheStorageError",
