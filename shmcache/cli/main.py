@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shmcache.cli import pools, stress, supervise
+from shmcache.cli import listing, pools, stress, supervise
 from shmcache.cli.answers import Commands
 
 
@@ -27,7 +27,7 @@ def main() -> None:
 
 for _command in (
     pools.create,
-    pools.list_,
+    listing.list_,
     pools.report,
     pools.owners,
     pools.verify,

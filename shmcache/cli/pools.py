@@ -1,4 +1,4 @@
-"""Commands about one pool at a time, and the list of them: each looks, says, and leaves.
+"""Commands about one pool: each looks or acts, says what it found, and leaves.
 
 Contract    Only `create` takes an owner slot, for a moment; everything else observes. The keys of
             each command's JSON are listed in docs/operating.md, and a test compares.
@@ -7,7 +7,6 @@ Units       `..._bytes` in JSON are bytes; text shows them rounded.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,15 +21,12 @@ from shmcache import (
     CachePoolResource,
     CachePoolUsage,
     CacheResidencyPool,
-    SegmentError,
+    ReclaimedOwner,
     bounds,
-    segment_names,
-    segment_path,
 )
-from shmcache.cli.answers import Answer, Command, error_document, table
+from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import hex_id, pool_argument
-from shmcache.cli.sizes import SIZE, SIZE_HELP, format_size
-from shmcache.errors import ContractError
+from shmcache.cli.sizes import SIZE, format_size
 
 _COMMAND_COLUMNS_MAX = 60
 _Decorator: TypeAlias = Callable[[Callable[..., Answer]], Callable[..., Answer]]
@@ -112,60 +108,6 @@ def destroy(name: str, force: bool) -> Answer:
 
 
 # ---- looking -----------------------------------------------------------------------------------
-
-
-@click.command("list", cls=Command)
-def list_() -> Answer:
-    """Show every pool of this host. A file that cannot be used is shown with the reason.
-
-    \b
-    Example:
-      shmcache list --json
-    """
-    entries = [entry for name in segment_names() if (entry := _entry(name))]
-    rows = (
-        (
-            entry["name"] if _is_pool_name(entry["name"]) else ascii(entry["name"]),
-            entry["pool_id"],
-            entry["state"],
-            *(_size_cell(entry[key]) for key in _SIZE_KEYS),
-            entry["owners"],
-            entry["problem"]["message"] if entry["problem"] else "",
-        )
-        for entry in entries
-    )
-    found = table("name id state >size >host >host_limit >owners problem", rows)
-    return Answer({"pools": entries}, (found,) if entries else ("no pools",))
-
-
-_SIZE_KEYS = ("size_bytes", "host_current_bytes", "host_limit_bytes")
-
-
-def _entry(name: str) -> dict[str, Any] | None:
-    """One line of the list; None when the file vanished while we looked."""
-    entry: dict[str, Any] = {"name": name, "pool_id": None, "state": "refused", "usable": False}
-    entry |= dict.fromkeys((*_SIZE_KEYS, "owners", "problem"))
-    try:
-        entry["size_bytes"] = segment_path(name).lstat().st_size
-        with CacheResidencyPool.observe(name) as pool:
-            entry |= {"pool_id": hex_id(pool.id), "state": pool.state}
-            entry["host_limit_bytes"] = pool.limits.host_bytes
-            entry["host_current_bytes"] = pool.report().current_host_bytes
-            entry["owners"] = len(pool.owners())
-            entry["usable"] = True
-    except (FileNotFoundError, SegmentError.NotFound):
-        return None
-    except ContractError as error:
-        entry["problem"] = error_document(error)
-    except ValueError as error:  # no pool name: somebody else's file
-        entry["problem"] = {"error": "ValueError", "message": str(error)}
-    return entry
-
-
-def _is_pool_name(name: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(bounds.pool_name(name))
-    return False
 
 
 @click.command(cls=Command)
@@ -279,12 +221,7 @@ def reclaim(name: str) -> Answer:
     """
     with CacheResidencyPool.observe(name) as pool:
         reclaimed = pool.sweep()
-        listed = [
-            {"slot": o.slot, "pid": o.pid, "nonce": hex_id(o.nonce), "entries": o.entries}
-            | {"usage": o.usage}
-            for o in reclaimed
-        ]
-        document = _identity(pool) | {"reclaimed": listed}
+        document = _identity(pool) | {"reclaimed": reclaimed_document(reclaimed)}
     rows = ((o.pid, o.entries, *_usage_cells(o.usage)) for o in reclaimed)
     found = table(">pid >entries >device >host >transfer >disk", rows)
     return Answer(document, (found,) if reclaimed else ("nothing to reclaim",))
@@ -297,6 +234,20 @@ def _identity(pool: CacheResidencyPool) -> dict[str, object]:
     return {"name": pool.name, "pool_id": hex_id(pool.id), "state": pool.state}
 
 
+def reclaimed_document(owners: Iterable[ReclaimedOwner]) -> list[dict[str, object]]:
+    """What was given back for each owner, as JSON has it."""
+    return [
+        {
+            "slot": owner.slot,
+            "pid": owner.pid,
+            "nonce": hex_id(owner.nonce),
+            "entries": owner.entries,
+            "usage": owner.usage,
+        }
+        for owner in owners
+    ]
+
+
 def _sizes(pool: CacheResidencyPool) -> dict[str, object]:
     geometry = pool.geometry()
     fields = {field: getattr(geometry, field) for field in geometry.__struct_fields__}
@@ -306,10 +257,6 @@ def _sizes(pool: CacheResidencyPool) -> dict[str, object]:
 
 def _usage_cells(usage: CachePoolUsage) -> Iterable[str]:
     return (format_size(getattr(usage, f"{axis}_bytes")) for axis in _AXES)
-
-
-def _size_cell(size_bytes: int | None) -> str | None:
-    return None if size_bytes is None else format_size(size_bytes)
 
 
 def _time(wall_ns: int | None) -> str | None:
@@ -326,6 +273,3 @@ def _command_line(pid: int) -> str | None:
         return None
     text = raw.replace(b"\0", b" ").decode(errors="replace").strip()
     return "".join(c if c.isprintable() else "?" for c in text[:_COMMAND_COLUMNS_MAX]) or None
-
-
-__all__ = ["SIZE_HELP", "create", "destroy", "list_", "owners", "reclaim", "report", "verify"]

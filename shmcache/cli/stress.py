@@ -33,8 +33,8 @@ from shmcache.workloads.stress import StressOptions, StressProgress, StressRepor
 def stress(seed: int | None, name: str | None, no_supervisor: bool, **options: Any) -> Answer:
     """Prove the promises on this host.
 
-    Kills worker processes at random while all accounts are audited from outside. Makes a pool of its own, without block memory, and removes it. Exit code 1 when anything was
-    violated or leaked.
+    Kills worker processes at random while all accounts are audited from outside. Makes a pool of
+    its own, without block memory, and removes it. Exit code 1 when anything was violated or leaked.
 
     \b
     Example:

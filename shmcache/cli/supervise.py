@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -23,6 +23,7 @@ from shmcache import (
 )
 from shmcache.cli.answers import Answer, Command, emit
 from shmcache.cli.names import hex_id, pool_argument
+from shmcache.cli.pools import reclaimed_document
 from shmcache.cli.sizes import format_size
 
 
@@ -65,16 +66,9 @@ def supervise(name: str, on_poison: Literal["report", "recreate"]) -> None:
 
 
 def _show(event: SupervisorEvent) -> None:
-    emit(Answer(_document(event), (_line(event),)))
-
-
-def _document(event: SupervisorEvent) -> dict[str, Any]:
-    owners = [
-        {"slot": o.slot, "pid": o.pid, "nonce": hex_id(o.nonce), "entries": o.entries}
-        | {"usage": o.usage}
-        for o in event.owners
-    ]
-    return {"event": event.kind, "detail": event.detail, "owners": owners}
+    owners = reclaimed_document(event.owners)
+    document = {"event": event.kind, "detail": event.detail, "owners": owners}
+    emit(Answer(document, (_line(event),)))
 
 
 def _line(event: SupervisorEvent) -> str:
