@@ -59,21 +59,29 @@ def usize(value: object, what: str) -> int:
 
 def u32(value: object, what: str) -> int:
     """`value`, if it is a token id, slot, stream or schema version."""
+    if type(value) is int and 0 <= value <= U32_MAX:
+        return value
     return bounded(value, what, 0, U32_MAX)
 
 
 def nz32(value: object, what: str) -> int:
     """`value`, if it is a head count, width, window or divisor: those are never zero."""
+    if type(value) is int and 1 <= value <= U32_MAX:
+        return value
     return bounded(value, what, 1, U32_MAX)
 
 
 def i64(value: object, what: str) -> int:
     """`value`, if it is a token position."""
+    if type(value) is int and I64_MIN <= value <= I64_MAX:
+        return value
     return bounded(value, what, I64_MIN, I64_MAX)
 
 
 def i32(value: object, what: str) -> int:
     """`value`, if it is a block size in tokens or a tensor dimension."""
+    if type(value) is int and I32_MIN <= value <= I32_MAX:
+        return value
     return bounded(value, what, I32_MIN, I32_MAX)
 
 

@@ -9,7 +9,9 @@ Not here: `TypeError` and `ValueError` for arguments outside their domain (bound
 from shmcache.errors.base import ContractError, size_text
 from shmcache.errors.io import CacheIoExecutionStateError, CacheIoWorkerError
 from shmcache.errors.lifecycle import CacheLifecycleError
+from shmcache.errors.policy import CachePolicyError, LayerScheduleError
 from shmcache.errors.pool import CachePoolError
+from shmcache.errors.prompt import PromptCacheError
 from shmcache.errors.segment import RefusedCheck, SegmentError
 from shmcache.errors.storage import CacheStorageError
 
@@ -17,9 +19,12 @@ __all__ = [
     "CacheIoExecutionStateError",
     "CacheIoWorkerError",
     "CacheLifecycleError",
+    "CachePolicyError",
     "CachePoolError",
     "CacheStorageError",
     "ContractError",
+    "LayerScheduleError",
+    "PromptCacheError",
     "RefusedCheck",
     "SegmentError",
     "size_text",

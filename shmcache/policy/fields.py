@@ -14,7 +14,7 @@ Cost: 0.1 us per field, and as much per element of a tuple.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -69,14 +69,13 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def text(value: object, what: str) -> str:
     """`value`, if it is a str that UTF-8 can carry: one without lone surrogates."""
-    if not isinstance(value, str):
-        raise TypeError(f"{what} must be a str, not {type(value).__name__}")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{what} has a lone surrogate at {error.start}") from None
-    return value if type(value) is str else str(value)
+    if type(value) is str and value.isascii():
+        return value
+    try:
+        instance(value, str, what).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} has a lone surrogate at {error.start}") from None
+    return str(value)
 
 
 def _check(hint: Any) -> Check:
@@ -95,13 +94,18 @@ def _check(hint: Any) -> Check:
         return _pair(_check(args[0]), _check(args[1]))
     if origin is not None:
         return _sequence(origin, _check(args[0]))
-    return partial(_instance, hint)
+    return _instance(hint)
 
 
-def _instance(kind: type, value: object, what: str) -> object:
-    if isinstance(value, type):  # a slip: AttentionPolicy.Full without ()
-        raise TypeError(f"{what} must be a {kind.__name__}, not the class {value.__name__}")
-    return instance(value, kind, what)
+def _instance(kind: type) -> Check:
+    def check(value: object, what: str) -> object:
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, type):  # a slip: AttentionPolicy.Full without ()
+            raise TypeError(f"{what} must be a {kind.__name__}, not the class {value.__name__}")
+        return instance(value, kind, what)
+
+    return check
 
 
 def _optional(inner: Check) -> Check:
@@ -124,7 +128,9 @@ def _pair(first: Check, second: Check) -> Check:
 
 def _sequence(kind: type, inner: Check) -> Check:
     def check(value: object, what: str) -> object:
-        given = _tuple(value, what) if kind is tuple else instance(value, kind, what)
+        given: Any = value
+        if type(value) is not kind:
+            given = _tuple(value, what) if kind is tuple else instance(value, kind, what)
         for element in given:
             if inner(element, what) is not element:
                 return kind(inner(element, what) for element in given)

@@ -61,6 +61,7 @@ class PayloadEnum(Ordered, Checked, frozen=True, gc=False, tag_field="kind"):
     """Base of a family; its direct subclasses are families, theirs are variants."""
 
     variants: ClassVar[dict[str, type[PayloadEnum]]]  # by serialised spelling, as declared
+    union: ClassVar[Any]  # of all variants
     position: ClassVar[int]
 
     def __post_init__(self) -> None:
@@ -70,7 +71,7 @@ class PayloadEnum(Ordered, Checked, frozen=True, gc=False, tag_field="kind"):
 
     @classmethod
     def family(cls) -> type[PayloadEnum]:
-        return cls if cls.__base__ is PayloadEnum else cls.__base__  # type: ignore[return-value]
+        return next(base for base in cls.__mro__ if base.__base__ is PayloadEnum)
 
     def sort_key(self) -> tuple[Any, ...]:
         payload = (getattr(self, name) for name in self.__struct_fields__)
@@ -86,7 +87,7 @@ def order_key(value: object) -> tuple[Any, ...]:
 
 def declare(family: type[PayloadEnum], union: Any) -> None:
     """Tell `family` its variants; each becomes an attribute, named without the family's name."""
-    family.variants = {}
+    family.variants, family.union = {}, union
     for position, variant in enumerate(get_args(union) or (union,)):
         variant.position = position
         family.variants[variant.__struct_config__.tag] = variant
