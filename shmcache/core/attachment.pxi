@@ -153,30 +153,41 @@ cdef class Attachment:
     cdef int _reopen(self) except -1:
         """In a forked child: map the segment again, a stranger to the parent's slot and tokens."""
         cdef shmc_handle *handle = NULL
-        cdef shmc_refusal refusal
-        cdef int status
+        cdef int fd = self._fd
         if shmc_is_mine(self._handle):
             return 0  # another thread of the child was first
-        status = shmc_open(self._fd, self._owns_slot, &handle, &refusal)
-        if status == SHMC_OK and shmc_header_of(handle).pool_id != self.id:
-            shmc_close(handle)
-            status = SHMC_SYSTEM
-        if status == SHMC_REFUSED and refusal.check not in (SHMC_CHECK_MAGIC, SHMC_CHECK_SIZE,
-                                                            SHMC_CHECK_FILE_TYPE):
-            raise _open_error(status, &refusal, "open")
-        if status != SHMC_OK:
-            # The descriptor was closed or reused by whoever forked (daemons close everything).
-            self._fd = self._find_again()
-            status = shmc_open(self._fd, self._owns_slot, &handle, &refusal)
-            if status != SHMC_OK:
-                raise _open_error(status, &refusal, "open")
+        if not shmc_descriptor_intact(self._handle):
+            # It was closed, and perhaps reused, by whoever forked: daemons close everything.
+            fd = self._find_again()
+            if shmc_is_mine(self._handle):
+                close_descriptor(fd)  # another thread was faster in finding it
+                return 0
+        try:
+            handle = self._open_same(fd)
+        except BaseException:
+            if fd != self._fd:
+                close_descriptor(fd)
+            raise
         shmc_close(self._handle)
+        self._fd = fd
         self._handle = handle
         self._calls = 0
         self._waiting = 0
         self._pending_count = 0
         self._era += 1
         return 0
+
+    cdef shmc_handle *_open_same(self, int fd) except NULL:
+        """A new handle on the segment that this object was attached to."""
+        cdef shmc_handle *handle = NULL
+        cdef shmc_refusal refusal
+        cdef int status = shmc_open(fd, self._owns_slot, &handle, &refusal)
+        if status != SHMC_OK:
+            raise _open_error(status, &refusal, "open")
+        if shmc_header_of(handle).pool_id != self.id:
+            shmc_close(handle)
+            raise SegmentError.Retired(self.name)  # another epoch took the name meanwhile
+        return handle
 
     def _find_again(self):
         """A new descriptor of the same segment; the subclass knows its name."""
@@ -241,6 +252,8 @@ cdef class Attachment:
             self._run(&request)
         except SegmentError.LockHeld:
             self._postpone(operation, token)
+        except SegmentError.Closed:
+            pass  # by a signal handler, which gave everything back
         except BaseException:
             self._postpone(operation, token)  # a signal handler raised: the charge must still go
             raise
@@ -553,21 +566,32 @@ cdef class Attachment:
         return bool(self._closed)
 
     def fileno(self):
-        """The descriptor of the segment."""
-        if self._closed:
+        """The descriptor of the segment. Raises Closed when somebody else closed it."""
+        self._ready()
+        if not shmc_descriptor_intact(self._handle):
             raise SegmentError.Closed(self.name)
         return self._fd
 
     def close(self):
-        """Give back all that is held through this handle and leave. Idempotent, silent."""
+        """Give back all that is held through this handle and leave. Idempotent, silent.
+
+        Waits for calls of other threads to end, and serves signals. An exception of a signal
+        handler during that wait leaves the handle open.
+        """
         if self._closed:
             return
         self._closed = True
-        if shmc_is_mine(self._handle):
-            while self._calls:  # they see _closed at their next slice
+        try:
+            while self._calls and shmc_is_mine(self._handle):  # they see _closed at the next slice
                 time.sleep(0.001)
-            self._leave()
-        self._unmap()
+        except BaseException:
+            self._closed = False
+            raise
+        try:
+            if shmc_is_mine(self._handle):
+                self._leave()
+        finally:
+            self._unmap()
 
     cdef int _leave(self) except -1:
         """The orderly way out, in slices; a slot that cannot be left is swept like a dead one's."""
@@ -585,7 +609,9 @@ cdef class Attachment:
                 status = shmc_perform(self._handle, &request, SLICE_NS)
             if status == SHMC_OK and request.operation == SHMC_OP_RECLAIM_BEGIN:
                 request.operation = SHMC_OP_RECLAIM_STEP
-            elif status != SHMC_BUSY and status != SHMC_MORE:
+            elif status == SHMC_BUSY:
+                PyErr_CheckSignals()
+            elif status != SHMC_MORE:
                 return 0
         return 0
 
@@ -607,8 +633,10 @@ cdef class Attachment:
             status = shmc_perform(self._handle, &request, 0)
 
     cdef void _unmap(self) noexcept:
+        cdef bint intact = shmc_descriptor_intact(self._handle)
         shmc_close(self._handle)
         self._handle = NULL
         self._closed = True
-        close_descriptor(self._fd)
+        if intact:
+            close_descriptor(self._fd)
         self._fd = -1

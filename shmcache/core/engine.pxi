@@ -26,9 +26,7 @@ cdef extern from "shmc.h" nogil:
         SHMC_STATUS_COUNT
 
     enum shmc_check_name:
-        SHMC_CHECK_FILE_TYPE
-        SHMC_CHECK_SIZE
-        SHMC_CHECK_MAGIC
+        pass
 
     enum shmc_region:
         SHMC_REGION_ARENA
@@ -152,6 +150,7 @@ cdef extern from "shmc.h" nogil:
     shmc_status shmc_open(int fd, bint as_owner, shmc_handle **handle, shmc_refusal *refusal)
     void shmc_close(shmc_handle *handle)
     bint shmc_is_mine(const shmc_handle *handle)
+    bint shmc_descriptor_intact(const shmc_handle *handle)
     uint64_t shmc_process_guard()
     bint shmc_nonce_is_local(uint64_t nonce)
     const shmc_header *shmc_header_of "shmc_header"(const shmc_handle *handle)

@@ -27,8 +27,10 @@
 #define SHMC_NO_SLOT UINT32_MAX
 
 struct shmc_pidfd {
-    uint64_t nonce; /* of the owner it watches; 0: none */
-    int fd;         /* -1: could not be opened */
+    uint64_t nonce;  /* of the owner it watches; 0: none */
+    uint64_t device; /* of the descriptor itself */
+    uint64_t inode;  /* its own since Linux 6.9, before that one for all anonymous files */
+    int fd;          /* -1: could not be opened */
 };
 
 /* A table of entries and the control words that govern it. */
@@ -86,6 +88,8 @@ enum shmc_status shmc_redo_recover(struct shmc_handle *handle);
 void shmc_process_register(struct shmc_handle *handle);
 void shmc_process_unregister(const struct shmc_handle *handle);
 void shmc_process_close_descriptors(struct shmc_handle *handle);
+void shmc_process_forget_pidfd(struct shmc_pidfd *pidfd);
+bool shmc_process_pidfd_intact(const struct shmc_pidfd *pidfd);
 
 /* owners.c; called with the lock held */
 enum shmc_status shmc_owners_join(struct shmc_handle *handle);

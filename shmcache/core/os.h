@@ -33,6 +33,8 @@ enum shmc_answer {
 };
 
 bool shmc_os_file_facts(int fd, struct shmc_file_facts *facts);
+/* Whether the number still names this file; false for a closed one. */
+bool shmc_os_is_file(int fd, uint64_t device, uint64_t inode);
 bool shmc_os_host_identity(struct shmc_host_identity *identity);
 bool shmc_os_read_at(int fd, void *buffer, uint64_t bytes, uint64_t offset);
 

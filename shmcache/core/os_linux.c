@@ -55,6 +55,13 @@ bool shmc_os_file_facts(int fd, struct shmc_file_facts *facts)
     return true;
 }
 
+bool shmc_os_is_file(int fd, uint64_t device, uint64_t inode)
+{
+    struct stat status;
+    return fstat(fd, &status) == 0 && (uint64_t)status.st_dev == device &&
+           (uint64_t)status.st_ino == inode;
+}
+
 bool shmc_os_read_at(int fd, void *buffer, uint64_t bytes, uint64_t offset)
 {
     uint64_t done = 0;

@@ -123,28 +123,37 @@ static enum shmc_verdict verdict_by_number(const struct shmc_owner_view *view)
     return SHMC_ALIVE;
 }
 
+/* A descriptor of the owner itself; -1 and errno when it has none. */
+static int open_pidfd(const struct shmc_owner_view *view)
+{
+    int pidfd = shmc_os_pidfd_open((pid_t)view->pid);
+    if (pidfd >= 0 && is_impostor(view, pidfd)) {
+        shmc_os_close(pidfd);
+        errno = ESRCH; /* the owner is gone, its number is not */
+        return -1;
+    }
+    return pidfd;
+}
+
 /* The identity is checked once, at the open: a cached descriptor is the owner's, whoever asked for
- * it first. */
+ * it first, as long as it is still the file that was opened. */
 int shmc_owner_pidfd(struct shmc_handle *handle, const struct shmc_owner_view *view)
 {
     struct shmc_pidfd *cached = &handle->pidfds[view->slot];
+    struct shmc_file_facts facts;
     if (!is_plausible(view)) {
         errno = EDOM;
         return -1;
     }
-    if (cached->nonce == view->nonce)
+    if (cached->nonce == view->nonce && shmc_process_pidfd_intact(cached))
         return cached->fd;
-    if (cached->nonce != 0)
-        shmc_os_close(cached->fd);
-    cached->nonce = 0;
-    cached->fd = shmc_os_pidfd_open((pid_t)view->pid);
-    if (cached->fd >= 0 && is_impostor(view, cached->fd)) {
-        shmc_os_close(cached->fd);
-        cached->fd = -1;
-        errno = ESRCH; /* the owner is gone, its number is not */
-    }
-    if (cached->fd >= 0)
+    shmc_process_forget_pidfd(cached);
+    cached->fd = open_pidfd(view);
+    if (cached->fd >= 0 && shmc_os_file_facts(cached->fd, &facts)) {
         cached->nonce = view->nonce;
+        cached->device = facts.device;
+        cached->inode = facts.inode;
+    }
     return cached->fd;
 }
 
@@ -156,6 +165,21 @@ static bool errno_proves_death(int error)
     return error == ESRCH || error == ENOENT || error == EINVAL;
 }
 
+#ifndef SHMC_MUTANT_PID_ONLY
+
+/* Expects errno as open_pidfd() left it. */
+static enum shmc_verdict verdict_by_pidfd(const struct shmc_handle *handle,
+                                          const struct shmc_owner_view *view, int pidfd)
+{
+    bool dead = false;
+    if (pidfd < 0)
+        return errno_proves_death(errno) ? SHMC_DEAD : verdict_without_pidfd(handle, view);
+    shmc_os_poll_dead(&pidfd, &dead, 1);
+    return dead ? SHMC_DEAD : exec_verdict(handle, view);
+}
+
+#endif
+
 enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle, const struct shmc_owner_view *view)
 {
 #ifdef SHMC_MUTANT_PID_ONLY
@@ -166,11 +190,15 @@ enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle, const struct sh
     if (verdict != SHMC_ALIVE || view->pid == (uint64_t)shmc_os_pid())
         return verdict;
     int pidfd = shmc_owner_pidfd(handle, view);
-    if (pidfd < 0)
-        return errno_proves_death(errno) ? SHMC_DEAD : verdict_without_pidfd(handle, view);
-    bool dead = false;
-    shmc_os_poll_dead(&pidfd, &dead, 1);
-    return dead ? SHMC_DEAD : exec_verdict(handle, view);
+    verdict = verdict_by_pidfd(handle, view, pidfd);
+    if (verdict == SHMC_DEAD && pidfd >= 0) {
+        /* Where all anonymous files share one inode, another one may have taken the cached number
+         * unnoticed; a fresh descriptor can only be the owner's. */
+        pidfd = open_pidfd(view);
+        verdict = verdict_by_pidfd(handle, view, pidfd);
+        shmc_os_close(pidfd);
+    }
+    return verdict;
 #endif
 }
 

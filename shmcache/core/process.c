@@ -5,7 +5,9 @@
  *             so comparing them is no guard.
  * Contract    A handle remembers the guard of the process that opened it. The guard is a random
  *             word in a page that fork replaces by zeroes; segment mappings are not inherited at
- *             all, so a child can neither scribble nor read stale totals.
+ *             all, so a child can neither scribble nor read stale totals. A descriptor is used and
+ *             closed only while its number still names what was opened under it: programs that
+ *             become daemons close what they do not know, and the number is then a stranger's.
  * Concurrency The registry has a mutex of its own (process-local, a leaf, never held over a call);
  *             fork takes it first, so that a child finds it free.
  * Death       Nothing here is shared. A raw clone skips the child's handler: its copies of the
@@ -22,15 +24,30 @@ static struct shmc_handle *registry;
 static uint64_t *guard_page;
 static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 
+bool shmc_process_pidfd_intact(const struct shmc_pidfd *pidfd)
+{
+    return shmc_os_is_file(pidfd->fd, pidfd->device, pidfd->inode);
+}
+
+void shmc_process_forget_pidfd(struct shmc_pidfd *pidfd)
+{
+    if (pidfd->nonce != 0 && shmc_process_pidfd_intact(pidfd))
+        shmc_os_close(pidfd->fd);
+    pidfd->nonce = 0;
+}
+
+bool shmc_descriptor_intact(const struct shmc_handle *handle)
+{
+    return shmc_os_is_file(handle->segment_fd, handle->device, handle->inode);
+}
+
 void shmc_process_close_descriptors(struct shmc_handle *handle)
 {
-    shmc_os_close(handle->lock_fd);
+    if (shmc_os_is_file(handle->lock_fd, handle->device, handle->inode))
+        shmc_os_close(handle->lock_fd);
     handle->lock_fd = -1;
-    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++) {
-        if (handle->pidfds[slot].nonce != 0)
-            shmc_os_close(handle->pidfds[slot].fd);
-        handle->pidfds[slot].nonce = 0;
-    }
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        shmc_process_forget_pidfd(&handle->pidfds[slot]);
 }
 
 static void before_fork(void)

@@ -117,6 +117,9 @@ bool shmc_robust_mutex_works(void);
 
 /* True in the process that opened the handle, false in its forked children. */
 bool shmc_is_mine(const struct shmc_handle *handle);
+/* Whether the descriptor given to shmc_open() still names the segment; otherwise it is not ours to
+ * close or to pass on. */
+bool shmc_descriptor_intact(const struct shmc_handle *handle);
 /* A value that no forked child shares; never 0. */
 uint64_t shmc_process_guard(void);
 

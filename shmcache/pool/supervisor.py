@@ -18,6 +18,7 @@ Source      pidfd_open(2), epoll(7).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -154,7 +155,7 @@ class Supervisor:
 
     def _forget(self, epoll: select.epoll, fd: int) -> None:
         """A dead owner's descriptor stays readable: it must not wake the next turn as well."""
-        epoll.unregister(fd)
+        _unregister(epoll, fd)
         self._watched = {k: watched for k, watched in self._watched.items() if watched[1] != fd}
 
     def _still_named(self, epoll: select.epoll) -> bool:
@@ -174,7 +175,7 @@ class Supervisor:
 
     def _follow(self, epoll: select.epoll, successor: CacheResidencyPool) -> None:
         for _, fd in self._watched.values():
-            epoll.unregister(fd)
+            _unregister(epoll, fd)
         self._pool.close()
         self._pool = successor
         self._watched = {}
@@ -216,6 +217,11 @@ def recreate(pool: CacheResidencyPool) -> CacheResidencyPool | None:
             return None
         pool._retire(None)
         return CacheResidencyPool._from(os.dup(fd), pool.name, owns_slot=False)
+
+
+def _unregister(epoll: select.epoll, fd: int) -> None:
+    with contextlib.suppress(OSError):  # closed since by the handle, which took it out
+        epoll.unregister(fd)
 
 
 def _observer_of(pool: CacheResidencyPool) -> CacheResidencyPool:
