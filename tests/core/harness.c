@@ -41,6 +41,8 @@ int main(int count, char **arguments)
     for (size_t i = 0; i < tests_count; i++) {
         if (count != 2 || strcmp(tests[i].name, arguments[1]) != 0)
             continue;
+        printf("ENGINE_TEST_SEED=%llu\n", (unsigned long long)seed);
+        fflush(stdout); /* before a child inherits it */
         tests[i].run();
         printf("%s ok\n", tests[i].name);
         return 0;
@@ -56,12 +58,11 @@ extern void __sanitizer_print_stack_trace(void) __attribute__((weak));
 void fail(const char *file, int line, const char *format, ...)
 {
     va_list values;
-    fflush(stdout);
     fprintf(stderr, "%s:%d: ", file, line);
     va_start(values, format);
     vfprintf(stderr, format, values);
     va_end(values);
-    fprintf(stderr, "\nENGINE_TEST_SEED=%llu\n", (unsigned long long)seed);
+    fputc('\n', stderr);
     if (__sanitizer_print_stack_trace != NULL)
         __sanitizer_print_stack_trace();
     _exit(1);

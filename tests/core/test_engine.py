@@ -3,9 +3,7 @@
 Why: the engine must be right without Python around it, and only a program can be built whole with a
 sanitizer. Tests are found by their `TEST(name)` lines, compiled once per session and kind of build,
 and run each in a process of its own. ENGINE_TEST_SEED repeats a run, ENGINE_TEST_FACTOR lengthens
-the randomised ones; both stand in the message of a failure.
-
-Source: the mutants are compile flags of the engine itself, see its files.
+the randomised ones. The mutants are compile flags of the engine itself.
 """
 
 import contextlib
@@ -34,6 +32,7 @@ class Build(NamedTuple):
     name: str
     flags: tuple[str, ...]
     sanitizer: str = ""
+    files: tuple[str, ...] = ()  # of the tests; empty: all
 
 
 PLAIN = Build("plain", ("-O2",))
@@ -42,7 +41,7 @@ ADDRESS = Build(
     ("-O1", "-DSHMC_DEBUG", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "address,undefined",
 )
-THREAD = Build("thread", ("-O1", "-fsanitize=thread"), "thread")
+THREAD = Build("thread", ("-O1", "-fsanitize=thread"), "thread", ("harness.c", "threads.c"))
 
 
 def mutant(name: str) -> Build:
@@ -53,7 +52,7 @@ def mutant(name: str) -> Build:
 # The sanitizer's own allocator is not safe in the child of a process with threads.
 NOT_UNDER_ADDRESS = {"threads_do_not_disturb_a_fork"}
 
-# A mutant, and the tests that must notice it.
+# A mutant, and the test that must notice it.
 MUTANTS = {
     "NO_NONCE": "a_late_cleaner_leaves_another_cleaning_alone",
     "UNFENCED_CLEANING": "a_late_cleaner_harms_nobody",
@@ -66,11 +65,11 @@ MUTANTS = {
 
 def names_in(pattern: str) -> list[str]:
     """The names of the C tests in files that match."""
-    sources = sorted(HERE.glob(pattern))
-    return [
-        name for path in sources for name in re.findall(r"^TEST\((\w+)\)", path.read_text(), re.M)
-    ]
+    texts = [path.read_text() for path in sorted(HERE.glob(pattern))]
+    return [name for text in texts for name in re.findall(r"^TEST\((\w+)\)", text, re.M)]
 
+
+FILES = sorted(path.name for path in HERE.glob("*.c") if names_in(path.name))
 
 # These repeat themselves ENGINE_TEST_FACTOR times.
 RANDOM = [name for name in names_in("*.c") if name.startswith(("any_", "random_"))]
@@ -98,7 +97,8 @@ class Builds:
         """The program, or what the compiler said."""
         folder = self._folder / build.name
         folder.mkdir()
-        sources = sorted([*ENGINE.glob("*.c"), *HERE.glob("*.c")])
+        tests = [path for path in HERE.glob("*.c") if path.name in (build.files or [path.name])]
+        sources = sorted([*ENGINE.glob("*.c"), *tests])
         objects = [str(folder / f"{number}.o") for number in range(len(sources))]
         flags = [COMPILER, *FLAGS, *build.flags, f"-I{ENGINE}", f"-I{HERE}"]
         commands = [
@@ -146,7 +146,8 @@ def run(
 
 def expect_ok(program: Path, name: str, *, factor: int = 1) -> None:
     """The C test passes."""
-    done = run([str(program), name], environment={"ENGINE_TEST_FACTOR": str(factor)})
+    environment = {"ENGINE_TEST_FACTOR": str(factor)} if factor != 1 else {}
+    done = run([str(program), name], environment=environment)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, [f"{name} ok"]), done.stdout
 
 
@@ -156,10 +157,11 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
     return Builds(tmp_path_factory.mktemp("engine"))
 
 
-@pytest.mark.parametrize("name", names_in("*.c"))
-def test_as_shipped(builds: Builds, name: str) -> None:
-    """Optimised and without assertions, as the extension is built."""
-    expect_ok(builds.program(PLAIN), name)
+@pytest.mark.parametrize("file", FILES)
+def test_as_shipped(builds: Builds, file: str) -> None:
+    """Every test of the file, optimised and without assertions, as the extension is built."""
+    for name in names_in(file):
+        expect_ok(builds.program(PLAIN), name)
 
 
 @pytest.mark.parametrize("name", sorted(set(names_in("*.c")) - NOT_UNDER_ADDRESS))
