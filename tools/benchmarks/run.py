@@ -38,9 +38,9 @@ def main() -> None:
 def _print(name: str, rows: list[Row]) -> None:
     table = Table("what", "figure", "ratio", "to", "wanted", title=name)
     for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
+        ratio = "" if row.ratio is None else f"{row.ratio:.3g}x"
         table.add_row(row.name, f"{row.value:,.4g} {row.unit}", ratio, row.peer, row.target)
-    Console().print(table)
+    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
