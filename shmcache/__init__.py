@@ -8,9 +8,12 @@ from shmcache.errors import (
     CacheIoExecutionStateError,
     CacheIoWorkerError,
     CacheLifecycleError,
+    CachePolicyError,
     CachePoolError,
     CacheStorageError,
     ContractError,
+    LayerScheduleError,
+    PromptCacheError,
     SegmentError,
 )
 from shmcache.io import (
@@ -19,12 +22,46 @@ from shmcache.io import (
     CacheIoTicket,
     CacheIoWorker,
 )
+from shmcache.policy.attention import AttentionPolicy, LayerSchedule
+from shmcache.policy.fingerprints import (
+    derive_prompt_cache_architecture_fingerprint,
+    prompt_cache_token_fingerprint,
+)
 from shmcache.policy.identity import (
     CacheBlockId,
     CacheRankIdentity,
     CacheRepresentation,
     CacheTier,
 )
+from shmcache.policy.layer import LayerCachePolicy
+from shmcache.policy.manifest import (
+    PROMPT_CACHE_SCHEMA_VERSION,
+    PromptCacheBlock,
+    PromptCacheManifest,
+    PromptCacheStateTensor,
+)
+from shmcache.policy.prompt_identity import (
+    PromptCacheDescriptor,
+    PromptCacheModelIdentity,
+    PromptCacheOptions,
+    validate_prompt_cache_model_identity,
+)
+from shmcache.policy.state import (
+    StateComponentPolicy,
+    StateComponentRole,
+    StateTensorOwner,
+    StateTensorPolicy,
+)
+from shmcache.policy.state_kinds import (
+    MutableStateResidency,
+    PoolingStateComponent,
+    StateResidencyClass,
+    StateTensorDimension,
+    StateTensorDtype,
+    StateTensorPresence,
+    StateTensorRole,
+)
+from shmcache.policy.topology import LayerRange, PromptCacheStateSegment, PromptCacheTopology
 from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
     OwnerRecord,
@@ -70,6 +107,8 @@ from shmcache.telemetry import (
 
 __all__ = [
     "CACHE_RESIDENCY_LAYER_REPORT_LIMIT",
+    "PROMPT_CACHE_SCHEMA_VERSION",
+    "AttentionPolicy",
     "CacheBlockId",
     "CacheBlockLifecycle",
     "CacheBlockStorage",
@@ -93,6 +132,7 @@ __all__ = [
     "CacheLayerResidencyReport",
     "CacheLayerResidencyStats",
     "CacheLifecycleError",
+    "CachePolicyError",
     "CachePoolError",
     "CachePoolLimits",
     "CachePoolMembership",
@@ -110,17 +150,44 @@ __all__ = [
     "CacheStoragePhase",
     "CacheTier",
     "ContractError",
+    "LayerCachePolicy",
+    "LayerRange",
+    "LayerSchedule",
+    "LayerScheduleError",
     "MutableCacheTail",
+    "MutableStateResidency",
     "OwnerRecord",
     "OwnerVerdict",
+    "PoolingStateComponent",
+    "PromptCacheBlock",
+    "PromptCacheDescriptor",
+    "PromptCacheError",
+    "PromptCacheManifest",
+    "PromptCacheModelIdentity",
+    "PromptCacheOptions",
+    "PromptCacheStateSegment",
+    "PromptCacheStateTensor",
+    "PromptCacheTopology",
     "ReclaimedOwner",
     "SegmentError",
     "SegmentGeometry",
+    "StateComponentPolicy",
+    "StateComponentRole",
+    "StateResidencyClass",
+    "StateTensorDimension",
+    "StateTensorDtype",
+    "StateTensorOwner",
+    "StateTensorPolicy",
+    "StateTensorPresence",
+    "StateTensorRole",
     "Supervisor",
     "SupervisorEvent",
     "SupervisorEventKind",
     "VerifyProblem",
     "VerifyReport",
+    "derive_prompt_cache_architecture_fingerprint",
+    "prompt_cache_token_fingerprint",
     "segment_names",
     "segment_path",
+    "validate_prompt_cache_model_identity",
 ]

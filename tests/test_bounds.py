@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 RANGES: tuple[tuple[Check, int, int], ...] = (
     (bounds.u64, 0, 18446744073709551615),
     (bounds.usize, 0, 18446744073709551615),
+    (bounds.u32, 0, 4294967295),
+    (bounds.nz32, 1, 4294967295),
     (bounds.i64, -9223372036854775808, 9223372036854775807),
     (bounds.i32, -2147483648, 2147483647),
 )
@@ -29,7 +31,7 @@ class Number(IntEnum):
 
 @each_check
 def test_both_ends_are_inside(check: Check, low: int, high: int) -> None:
-    for value in (low, high, 0, 7):
+    for value in (low, high, max(low, 0), 7):
         assert check(value, "x") == value
 
 

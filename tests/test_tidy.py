@@ -41,7 +41,15 @@ LAYERS = {
 }
 
 # Contract files whose names the package must export by now.
-IMPLEMENTED = ["io.md", "lifecycle.md", "pool.md", "storage.md", "telemetry.md"]
+IMPLEMENTED = [
+    "io.md",
+    "lifecycle.md",
+    "policy.md",
+    "pool.md",
+    "prompt_cache.md",
+    "storage.md",
+    "telemetry.md",
+]
 CONTRACT = ROOT.parent / "shared" / "contract" / "README.md"
 
 FOLDERS = ("shmcache", "tests", "tools", "docs", ".ci")

@@ -48,6 +48,7 @@ class CacheRankIdentity(Ordered, Checked, frozen=True, kw_only=True, gc=False):
         return cls(stage_rank=stage_rank, shard_rank=shard_rank, addressable_rank=addressable_rank)
 
     def sort_key(self) -> tuple[Any, ...]:
+        """Axis by axis, an absent one first."""
         ranks = (self.stage_rank, self.shard_rank, self.addressable_rank)
         return tuple(map(order_key, ranks))
 
@@ -69,6 +70,7 @@ class CacheBlockId(Ordered, Checked, frozen=True, kw_only=True, gc=False, cache_
     rank: CacheRankIdentity | None = None
 
     def sort_key(self) -> tuple[Any, ...]:
+        """Field by field, no rank first: the identity order of the contract."""
         return (
             self.session_id,
             self.global_layer,

@@ -54,6 +54,7 @@ class OrderedEnum(Ordered, Enum):
         self.position = len(type(self).__members__)
 
     def sort_key(self) -> int:
+        """The place of the declaration."""
         return self.position
 
 
@@ -71,9 +72,11 @@ class PayloadEnum(Ordered, Checked, frozen=True, gc=False, tag_field="kind"):
 
     @classmethod
     def family(cls) -> type[PayloadEnum]:
+        """The base class of the variants."""
         return next(base for base in cls.__mro__ if base.__base__ is PayloadEnum)
 
     def sort_key(self) -> tuple[Any, ...]:
+        """The place of the variant, then its payload."""
         payload = (getattr(self, name) for name in self.__struct_fields__)
         return (self.position, *map(order_key, payload))
 

@@ -315,7 +315,7 @@ def refuse_difference(expected: object, actual: object, names: Iterable[str]) ->
             raise PromptCacheError.Incompatible(f"field:{name}", message)
 
 
-class OwnsLayers(Protocol):
+class _OwnsLayers(Protocol):
     """What identities and manifests have in common."""
 
     @property
@@ -334,7 +334,7 @@ class OwnsLayers(Protocol):
     def topology(self) -> PromptCacheTopology: ...
 
 
-def dimensions_agree(subject: OwnsLayers, batch_size: int) -> bool:
+def dimensions_agree(subject: _OwnsLayers, batch_size: int) -> bool:
     """True if a non-empty range of the model's layers is owned, and each list covers it."""
     owned = subject.global_layer_end - subject.global_layer_start
     return (
@@ -352,7 +352,7 @@ def _validated(identity: _Identity) -> _Identity:
     return identity
 
 
-def _validate_geometry(subject: OwnsLayers, batch_size: int) -> None:
+def _validate_geometry(subject: _OwnsLayers, batch_size: int) -> None:
     start, end = subject.global_layer_start, subject.global_layer_end
     if end < start:
         raise PromptCacheError.Incompatible("layer_range", f"layers {start} to {end}")
