@@ -14,24 +14,23 @@ Contract    A run makes a pool of its own, starts worker processes and, unless t
                 every axis is 0 and no owner is left
 Units       Milliseconds of reclaim: from the death's report (pidfd readable in this process) until
             the owner's slot is seen FREE here. Measured only with the supervisor.
-Death       However a run ends, its children end. A killed launcher leaves only the pool's name.
+Death       However a run ends, its children end. A killed launcher leaves nothing but the pool.
 Not here    Blocks and leases: they come with the arena.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import mmap
+import os
 import random
 import struct
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
-from shmcache import CachePoolLimits, CacheResidencyPool, OwnerRecord
+from shmcache import CachePoolLimits, CacheResidencyPool, OwnerRecord, SegmentError
 from shmcache.workloads.stress_audit import Auditor
 from shmcache.workloads.stress_process import StressProcess
 from shmcache.workloads.stress_worker import COUNTER_BYTES, MEMBERSHIPS_MAX, RESERVATIONS_MAX
@@ -42,7 +41,7 @@ PATIENCE_S = 30.0  # for a child to start, die, leave or be reclaimed: reached o
 
 _GLANCE_S = 0.005  # between two looks at the totals
 _POLL_S = 0.0002  # between two looks at a dead owner's slot
-_ATTACHED_VICTIMS = 0.9  # part of the kills that choose among attached workers
+_ATTACHED_VICTIMS = 0.95  # part of the kills that choose among attached workers
 _LIMITS = CachePoolLimits(8 << 30, 2 << 30, 256 << 20, 64 << 30)
 
 
@@ -107,27 +106,29 @@ def run_stress(
         "managers_max": max(4, options.workers * MEMBERSHIPS_MAX // 2),
         "reservations_max": max(8, options.workers * RESERVATIONS_MAX * 3 // 4),
     }
-    CacheResidencyPool.create(options.name, _LIMITS, **tables).close()
-    try:
-        with (
-            CacheResidencyPool.observe(options.name) as observer,
-            tempfile.TemporaryDirectory(prefix="shmcache-stress-") as folder,
-        ):
-            return _Stress(options, observer, Path(folder)).run(on_progress or (lambda _: None))
-    finally:
-        CacheResidencyPool.destroy(options.name, force=True)
+    with contextlib.ExitStack() as stack:
+        counters = os.memfd_create("stress-counters")
+        stack.callback(os.close, counters)
+        os.ftruncate(counters, COUNTER_BYTES * options.workers)
+        CacheResidencyPool.create(options.name, _LIMITS, **tables).close()
+        stack.callback(_destroy, options.name)
+        observer = stack.enter_context(CacheResidencyPool.observe(options.name))
+        return _Stress(options, observer, counters).run(on_progress or (lambda _: None))
+
+
+def _destroy(name: str) -> None:
+    with contextlib.suppress(SegmentError.NotFound):  # somebody else removed it meanwhile
+        CacheResidencyPool.destroy(name, force=True)
 
 
 class _Stress:
     """One run: its children, the nemesis, and what is counted."""
 
-    def __init__(self, options: StressOptions, observer: CacheResidencyPool, folder: Path) -> None:
+    def __init__(self, options: StressOptions, observer: CacheResidencyPool, counters: int) -> None:
         self._options = options
         self._auditor = Auditor(observer)
-        self._folder = folder
         self._rng = random.Random(options.seed)
-        self._counters = folder / "counters"
-        self._counters.write_bytes(bytes(COUNTER_BYTES * options.workers))
+        self._counters = counters
         self._workers: dict[int, StressProcess] = {}  # by index of their counters
         self._supervisor: StressProcess | None = None
         self._kills = 0
@@ -148,8 +149,7 @@ class _Stress:
 
     def _start(self) -> None:
         if self._options.supervisor:
-            errors = self._folder / "supervisor"
-            self._supervisor = StressProcess("stress_supervisor", (self._options.name,), errors)
+            self._supervisor = StressProcess("stress_supervisor", (self._options.name,), None)
         for index in range(self._options.workers):
             self._spawn(index)
         for child in self._children():
@@ -159,8 +159,7 @@ class _Stress:
     def _spawn(self, index: int) -> None:
         seed = str(self._rng.getrandbits(64))
         arguments = (self._options.name, seed, str(self._counters), str(index))
-        errors = self._folder / f"worker-{index}"
-        self._workers[index] = StressProcess("stress_worker", arguments, errors)
+        self._workers[index] = StressProcess("stress_worker", arguments, self._counters)
 
     def _play(self, started: float, on_progress: Callable[[StressProgress], None]) -> None:
         """Glance all the time; audit, kill and tell when it is time to."""
@@ -195,13 +194,20 @@ class _Stress:
     # -- the nemesis
 
     def _kill_one(self) -> None:
-        """Kill a worker, time its reclaim, and put a new one in its place."""
+        """Kill a worker, time its reclaim, and put a new one in its place.
+
+        Mostly one that is at work: when workers start more slowly than they are to be killed, the
+        nemesis waits for one to attach rather than kill them all in the cradle.
+        """
         owners: dict[int, OwnerRecord] = {}
         with self._auditor.complaints():
             owners = {owner.pid: owner for owner in self._auditor.observer.owners()}
-        attached = [index for index, worker in self._workers.items() if worker.pid in owners]
-        everyone = not attached or self._rng.random() >= _ATTACHED_VICTIMS
-        index = self._rng.choice(list(self._workers) if everyone else attached)
+        candidates = list(self._workers)
+        if self._rng.random() < _ATTACHED_VICTIMS:
+            candidates = [index for index in candidates if self._workers[index].pid in owners]
+        if not candidates:
+            return
+        index = self._rng.choice(candidates)
         victim = self._workers[index]
         if self._kill(victim) and self._supervisor is not None and victim.pid in owners:
             self._time_reclaim(owners[victim.pid])
@@ -268,11 +274,8 @@ class _Stress:
 
     def _counts(self) -> tuple[int, int]:
         """(operations, refusals) of all workers so far, the killed ones included."""
-        with (
-            self._counters.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as words,
-        ):
-            pairs = list(struct.iter_unpack("QQ", words))
+        words = os.pread(self._counters, COUNTER_BYTES * self._options.workers, 0)
+        pairs = list(struct.iter_unpack("QQ", words))
         return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
     def _progress(self, elapsed_s: float) -> StressProgress:

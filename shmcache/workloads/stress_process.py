@@ -4,7 +4,8 @@ Why         Workers must be strangers to each other, as in production: a new int
             never a fork. And what ends a child must be this run's own decision, or a finding.
 Contract    A child runs until `dismiss` closes its standard input (which also happens when the
             launcher dies), or until `kill`. Signals of the terminal do not reach it.
-Death       A killed launcher leaves no child: their standard input closes.
+Death       A killed launcher leaves no child, whose standard input closes, and no file: what a
+            child writes to standard error has no name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 from shmcache.workloads.stress_worker import READY
 
@@ -22,19 +22,22 @@ _WORDS_MAX = 300
 
 
 class StressProcess:
-    """One child running `python -m shmcache.workloads.MODULE ARGUMENTS`."""
+    """One child running `python -m shmcache.workloads.MODULE ARGUMENTS`.
 
-    def __init__(self, module: str, arguments: tuple[str, ...], errors: Path) -> None:
+    It inherits no descriptor but `inherited`, under the same number.
+    """
+
+    def __init__(self, module: str, arguments: tuple[str, ...], inherited: int | None) -> None:
         command = [sys.executable, "-P", "-m", f"shmcache.workloads.{module}", *arguments]
-        self._errors = errors
-        with errors.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-            )
+        self._errors = os.memfd_create("stress-errors")
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            pass_fds=() if inherited is None else (inherited,),
+            start_new_session=True,
+        )
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
 
@@ -63,12 +66,14 @@ class StressProcess:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+            os.close(self._errors)
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+            assert pipe is not None
+            pipe.close()
         return code
 
     def last_words(self) -> str:
-        """The last line that it wrote to standard error."""
-        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        """The last line that it wrote to standard error; not after `reap`."""
+        written = os.pread(self._errors, os.fstat(self._errors).st_size, 0)
+        lines = written.decode(errors="replace").strip().splitlines()
         return lines[-1][:_WORDS_MAX] if lines else "no message"

@@ -5,6 +5,7 @@
 Contract    Publishes only what it has reserved, so that no axis ever exceeds its limit. Refusals
             for want of room are its daily bread; any other error ends it with a traceback, which
             the launcher reports. It stops, orderly, when its standard input closes.
+            COUNTERS is a descriptor that it has inherited.
 Death       May be killed anywhere. Its two counters, in a file that all workers map, stay.
 """
 
@@ -17,7 +18,6 @@ import random
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 from shmcache import (
@@ -182,8 +182,7 @@ def main(name: str, seed: str, counters: str, index: str) -> NoReturn:
     """Work until dismissed, then leave in order."""
     dismissed: list[bool] = []
     when_dismissed(lambda: dismissed.append(True))
-    with Path(counters).open("r+b") as file:
-        words = memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")
+    words = memoryview(mmap.mmap(int(counters), 0)).cast("Q")
     first = int(index) * COUNTER_BYTES // 8
     workers = len(words) * 8 // COUNTER_BYTES
     with CacheResidencyPool.attach(name) as pool:

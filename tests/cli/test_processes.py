@@ -263,7 +263,7 @@ def stop_at_call(watching: supervisor.Supervisor, calls: int) -> None:
 
 
 def test_stress_proves_the_promises_here(pool_name: str) -> None:
-    done = run("stress", "--seconds", "1.5", "--workers", "2", "--name", pool_name, "--json")
+    done = run("stress", "--seconds", "0.5", "--workers", "2", "--name", pool_name, "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (0, ""), report
     assert (report["ok"], report["violations"], report["leaked_bytes"]) == (True, [], 0)
