@@ -2,8 +2,9 @@
  *
  * A segment is one file (tmpfs or memfd) that every attached process maps. All numbers are native
  * (the ABI tag in the header refuses strangers); everything that changes is a naturally aligned
- * 64-bit word, because one such store is the unit of what a dying process can have done. There are
- * no pointers: regions are found by the offsets in the header, entries by their index.
+ * word, of 64 bits wherever a crash matters, because one such store is the unit of what a dying
+ * process can have done. There are no pointers: regions are found by the offsets in the header,
+ * entries by their index. The regions, in this order:
  *
  *   region         bytes                              changed by
  *   header         4096                               nobody after create; checksummed
@@ -20,17 +21,19 @@
  *   pins           row of blocks_max bits per owner   its owner or a cleaner, no lock
  *   rings          2048 x owners_max                  its owner, no lock
  *   telemetry      512 x owners_max                   its owner, no lock; only grows
- *   events         64 x events_max                    anyone, no lock; a hint
+ *   events         64 x SHMC_EVENTS_MAX               anyone, no lock; a hint
  *   arena          arena_bytes, 2 MiB aligned         the owner of a WRITING block
+ *
+ * Slabs, blocks, index, pins, rings and arena have no bytes in a pool without an arena.
  *
  * "Journaled" regions, control up to and without pins, are one contiguous range: a redo record may
  * name only words in it. A word of a FREE entry or slot other than its state, next and held words
  * is payload: it means nothing until the state word says so, so it is written before the commit.
  *
- * Reading a field comment: [who writes it, how]. What a reader may rely on. On death: what remains.
- * docs/segment.md is generated from this file by tools/draw_segment.
+ * Reading a field's rule: [who writes it, how] what a reader may rely on. On death: what remains.
  */
-/* clang-format off: fields and their comments are aligned by hand, and read by a script */
+/* clang-format off: fields and their comments are aligned by hand, and tools/draw_segment.py makes
+ * docs/segment.md of them */
 #ifndef SHMC_LAYOUT_H
 #define SHMC_LAYOUT_H
 
@@ -39,23 +42,23 @@
 #include <stdint.h>
 
 #define SHMC_MAGIC 0x45484341434d4853ull /* "SHMCACHE" in memory order */
-#define SHMC_VERSION 1u
+#define SHMC_VERSION 1u                  /* rises with any change of this file's meaning */
 #define SHMC_PAGE_BYTES 4096u
-#define SHMC_AXES 4u
-#define SHMC_ARENA_ALIGN_BYTES (2u << 20)
+#define SHMC_AXES 4u                     /* device, host, transfer in flight, disk */
+#define SHMC_ARENA_ALIGN_BYTES (2u << 20) /* a huge page */
 #define SHMC_NO_INDEX UINT64_MAX /* end of a list: no entry */
 
 /* Every limit of the engine; bounds.py repeats them and a test compares. */
-#define SHMC_OWNERS_LIMIT 1024u
-#define SHMC_MANAGERS_LIMIT 65536u
-#define SHMC_RESERVATIONS_LIMIT (1u << 20)
+#define SHMC_OWNERS_LIMIT 1024u             /* attached processes */
+#define SHMC_MANAGERS_LIMIT 65536u          /* one per live model cache */
+#define SHMC_RESERVATIONS_LIMIT (1u << 20)  /* admitted usages that were not given back */
 #define SHMC_BLOCKS_LIMIT (1u << 24)
-#define SHMC_ARENA_BYTES_LIMIT (1ull << 46)
-#define SHMC_REDO_WORDS_MAX 60u
+#define SHMC_ARENA_BYTES_LIMIT (1ull << 46) /* 64 TiB */
+#define SHMC_REDO_WORDS_MAX 60u             /* words that one change may store */
 #define SHMC_OWNER_PATH_BYTES 384u
-#define SHMC_WAITER_WORDS (SHMC_OWNERS_LIMIT / 64u)
+#define SHMC_WAITER_WORDS (SHMC_OWNERS_LIMIT / 64u) /* one bit per owner */
 #define SHMC_EVENTS_MAX 1024u
-#define SHMC_RING_ENTRIES 254u
+#define SHMC_RING_ENTRIES 254u              /* with its two indices a ring fills 2048 bytes */
 
 enum shmc_axis {
     SHMC_DEVICE = 0,
@@ -101,7 +104,7 @@ struct shmc_geometry {
 struct shmc_header {
     uint64_t magic;          /* SHMC_MAGIC */
     uint32_t version;        /* SHMC_VERSION: any change of this file's meaning */
-    uint32_t abi_tag;        /* word size, byte order, mutex size and libc, see shmc_abi_tag() */
+    uint32_t abi_tag;        /* word size, mutex size, byte order and libc, see segment.c */
     uint64_t total_bytes;    /* equals the size of the file */
     uint64_t pool_id;        /* random, the identity of this epoch; equal in every process */
     uint64_t boot_id[2];     /* of the boot that made it */
@@ -116,7 +119,7 @@ struct shmc_header {
     struct shmc_geometry geometry;
     uint64_t region_offset[SHMC_REGIONS]; /* bytes from the start of the segment */
     uint64_t region_bytes[SHMC_REGIONS];
-    uint64_t checksum; /* of every byte before it, see shmc_checksum() */
+    uint64_t checksum; /* FNV-1a of every byte before it */
 };
 
 enum shmc_pool_state {
@@ -141,21 +144,22 @@ struct shmc_gate {
     uint64_t waiters[SHMC_WAITER_WORDS];
 };
 
-/* One change in the making. While commit is 0 the words are scratch; when it is not, they are the
- * after-images of one whole change and whoever holds the lock must store them again, then clear. */
+/* What one word is to become. */
 struct shmc_redo_word {
     uint64_t offset; /* bytes from the start of the segment; 8-aligned, in a journaled region */
-    uint64_t value;
+    uint64_t value;  /* after the change */
 };
 
+/* One change in the making. While commit is 0 the words are scratch; when it is not, they are the
+ * after-images of one whole change and whoever holds the lock must store them again, then clear. */
 struct shmc_redo {
     uint64_t commit;    /* [holder] 0, or count (low 8 bits) and checksum (high 56) of the words */
     uint64_t operation; /* [holder] enum shmc_operation, for people */
     uint64_t reserved[6];
-    struct shmc_redo_word words[SHMC_REDO_WORDS_MAX];
+    struct shmc_redo_word words[SHMC_REDO_WORDS_MAX]; /* [holder] commit counts them */
 };
 
-/* Totals and list heads; all [redo record]. */
+/* Totals and list heads, all written by a redo record. */
 struct shmc_control {
     /* G1: sum of managers' published and live reservations, and blocks */
     uint64_t current[SHMC_AXES];
@@ -165,7 +169,7 @@ struct shmc_control {
     uint64_t reservations;       /* LIVE reservation entries */
     uint64_t manager_free;       /* first FREE manager entry below the mark, or SHMC_NO_INDEX */
     uint64_t manager_mark;       /* entries at and above it were never used */
-    uint64_t reservation_free;
+    uint64_t reservation_free;   /* as for managers */
     uint64_t reservation_mark;
     uint64_t manager_id_next; /* where the search for an unused manager id starts */
     /* claims of owner slots so far; tells a watcher that owners changed */
@@ -205,14 +209,15 @@ enum shmc_entry_state {
     SHMC_ENTRY_LIVE = 1,
 };
 
-/* The state word of an entry: enum shmc_entry_state in the low 8 bits, the owner's slot above. */
+/* The parts of an entry's state word. */
 #define SHMC_ENTRY_STATE(word) ((word) & 0xffu)
 #define SHMC_ENTRY_OWNER(word) ((word) >> 8)
 #define SHMC_ENTRY_LIVE_OF(slot) (((uint64_t)(slot) << 8) | SHMC_ENTRY_LIVE)
 
 /* What one manager last published, or one admitted usage: both tables have the same entries. */
 struct shmc_entry {
-    uint64_t state;            /* [redo record] 0 when FREE */
+    /* [redo record] enum shmc_entry_state in the low 8 bits, its owner's slot above; 0 when FREE */
+    uint64_t state;
     /* [redo record] FREE: next free entry; LIVE manager: next of its bucket */
     uint64_t next;
     /* LIVE manager: [redo record]; otherwise [payload], fixed while LIVE */
@@ -223,7 +228,8 @@ struct shmc_entry {
     uint64_t id;
 };
 
-/* The arena's regions: laid out here, filled by the arena. */
+/* A piece of the arena that holds blocks of one size. This and all structures below are laid out
+ * for the arena and for telemetry; nothing writes them yet. */
 struct shmc_slab {
     uint64_t state; /* [redo record] */
     uint64_t block_bytes;
@@ -232,6 +238,7 @@ struct shmc_slab {
     uint64_t reserved[4];
 };
 
+/* What is known of one block. */
 struct shmc_block {
     uint64_t state; /* [redo record, and a seq_cst exchange] */
     uint64_t generation;
@@ -248,16 +255,19 @@ struct shmc_block {
     uint64_t reserved;
 };
 
+/* The blocks that one owner has read since the ring was last drained. */
 struct shmc_ring {
     uint64_t head; /* [its owner] */
     uint64_t tail; /* [holder of the lock] */
     uint64_t blocks[SHMC_RING_ENTRIES];
 };
 
+/* Counters of one slot of the owner table, whoever was in it. */
 struct shmc_telemetry_row {
     uint64_t counters[64]; /* [its owner] only grow, survive the reuse of the slot */
 };
 
+/* Something that people may want to know happened; may be overwritten or torn. */
 struct shmc_event {
     uint64_t sequence;
     uint64_t words[7];
