@@ -363,11 +363,11 @@ enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
 
 void shmc_close(struct shmc_handle *handle)
 {
-    if (shmc_is_mine(handle)) {
-        shmc_process_unregister(handle);
+    /* In a forked child both find nothing to do, unless a raw fork skipped its handler. */
+    shmc_process_unregister(handle);
+    shmc_process_close_descriptors(handle);
+    if (shmc_is_mine(handle))
         shmc_os_unmap(handle->base, handle->mapped_bytes);
-        shmc_process_close_descriptors(handle);
-    }
     free_handle(handle);
 }
 

@@ -153,6 +153,26 @@ TEST(a_child_keeps_no_pidfd)
     kill_child(other);
 }
 
+/* A raw fork runs no handler: the child finds the parent's handle in its registry. */
+TEST(a_raw_fork_may_close_what_it_inherited)
+{
+    struct family family = new_family();
+    uint64_t nonce = shmc_nonce(family.pool);
+    int status;
+    pid_t pid = _Fork();
+    EXPECT(pid >= 0);
+    if (pid == 0) {
+        struct shmc_handle *mine = attach(family.pool->segment_fd);
+        shmc_close(family.pool);
+        EXPECT(!shmc_nonce_is_local(nonce));
+        EXPECT(shmc_nonce_is_local(shmc_nonce(mine)));
+        _exit(0);
+    }
+    EXPECT(waitpid(pid, &status, 0) == pid);
+    EXPECT_EQ(0, status);
+    EXPECT_LEVEL(family.pool, U(7), U(7));
+}
+
 /* ---- forking in the middle of things -------------------------------------------------------- */
 
 static bool stop_threads;

@@ -94,6 +94,13 @@ def verdicts(judges: dict[str, Worker], pid: int) -> dict[str, str]:
     return found
 
 
+def waiter_flags(path: Path) -> int:
+    """The flags of the owners that wait for capacity: sixteen words of the gate."""
+    with path.open("rb") as segment:
+        segment.seek(4096 + 192)
+        return int.from_bytes(segment.read(128), "little")
+
+
 def probe_verdict(probe: str, path: Path, pid: int) -> str:
     """What a probe's engine says about the owner with this pid."""
     done = subprocess.run([probe, "judge", str(path)], capture_output=True, text=True, check=True)

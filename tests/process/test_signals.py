@@ -17,6 +17,7 @@ import shmcache
 from shmcache import CacheResidencyPool, _core
 from tests.process.kernel import waits_in_futex
 from tests.process.probe import holding
+from tests.process.scenes import waiter_flags
 from tests.support import Worker, WorkerDied, WorkerError, process_state, wait_until
 
 PROMPT_S = 5.0  # far above the 50 ms of a slice, well below the 10 s after which a wait gives up
@@ -73,13 +74,6 @@ def begin_waiting(worker: Worker, code: str) -> None:
     worker.begin(f"tell('starts'); {code}")
     worker.expect("starts")
     wait_until(lambda: waits_in_futex(worker.pid), f"{code} waits")
-
-
-def waiter_flags(path: Path) -> int:
-    """The flags of the owners that wait for capacity: the sixteen words of the gate."""
-    with path.open("rb") as segment:
-        segment.seek(4096 + 192)
-        return int.from_bytes(segment.read(128), "little")
 
 
 def attached(name: str) -> list[int]:
