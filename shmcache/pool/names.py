@@ -4,10 +4,10 @@ Why         /dev/shm is shared with strangers and survives its users. A name rem
             splits a pool in two; one never removed fills the host.
 Contract    A name is removed or replaced only under the exclusive name lock of the file that has
             it, after looking again whether it still has it. A file that no process of this host
-            could ever attach to (another boot, a gone namespace, damage, foreign bytes, a retired
-            epoch), that is ours, and that no owner holds, is a leftover. Age and pids prove
-            nothing here: owners hold locks on the file, which the kernel drops with their last
-            descriptor, in any namespace.
+            could ever attach to (another boot, a gone namespace, damage, foreign bytes), a retired
+            epoch, or a segment that nobody ever joined, if it is ours and no owner holds it, is a
+            leftover. Age and pids prove nothing here: owners hold locks on the file, which the
+            kernel drops with their last descriptor, in any namespace.
 Concurrency Locks are on open file descriptions; two threads exclude each other like two
             processes.
 Death       A killed remover leaves the name or does not; both are ordinary states.
@@ -137,7 +137,9 @@ def _is_leftover(fd: int, name: str) -> bool:
     except SegmentError.Refused as refusal:
         return refusal.check in _HOPELESS
     try:
-        return observer._state() == _core.STATE_RETIRED
+        retired = observer._state() == _core.STATE_RETIRED
+        # Its creator ended before it joined. Should somebody join now, it is no leftover.
+        return retired or (observer._attach_seq() == 0 and observer._retire(0))
     finally:
         observer.close()
 

@@ -20,6 +20,7 @@ Cost        docs/performance.md.
 from __future__ import annotations
 
 import atexit
+import os
 import time
 import weakref
 from typing import Any, Self
@@ -49,6 +50,7 @@ _core.bind_values(CachePoolUsage, CachePoolReport, tuple(CachePoolResource))
 _PROBLEMS_MAX = 100
 _PROBLEM_TEXTS = _core.problem_texts()
 _OPEN_TRIES = 100  # rounds of "it exists" / "it is gone" between racing creators and removers
+_OPEN_RETRY_SECONDS = 0.002
 
 # By identity: equal handles are many.
 _open_pools: weakref.WeakValueDictionary[int, CacheResidencyPool] = weakref.WeakValueDictionary()
@@ -82,7 +84,14 @@ class CacheResidencyPool(_core.Attachment):
         Raises: SegmentError.Exists, NoSpace, HostError.
         """
         geometry = _geometry(limits, options)
-        return cls._from(segment.create_segment(name, geometry), name)
+        pool = cls.__new__(cls)
+        try:
+            with segment.created_segment(name, geometry) as fd:
+                pool._take(os.dup(fd), name)
+            return pool
+        except BaseException:
+            pool._undo_create()
+            raise
 
     @classmethod
     def open_or_create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
@@ -91,14 +100,17 @@ class CacheResidencyPool(_core.Attachment):
         Raises: SegmentError.Refused("limits" or "geometry") when it exists with other sizes.
         """
         geometry = _geometry(limits, options)
-        for _ in range(_OPEN_TRIES):
+        for tries_left in reversed(range(_OPEN_TRIES)):
             try:
                 pool = cls.attach(name)
             except SegmentError.NotFound:
                 pass
             except (SegmentError.Refused, SegmentError.Retired):
                 if not names.remove_leftover(name):
-                    raise
+                    if tries_left == 0:
+                        raise
+                    time.sleep(_OPEN_RETRY_SECONDS)  # somebody else may be replacing it
+                    continue
             else:
                 return pool._agreeing_with(geometry)
             try:
@@ -150,6 +162,13 @@ class CacheResidencyPool(_core.Attachment):
     def _take(self, fd: int, name: str, *, owns_slot: bool = True) -> None:
         self._attach(fd, name, CachePoolLimits, owns_slot)
         _open_pools[id(self)] = self
+
+    def _undo_create(self) -> None:
+        """The creator was interrupted: nobody will ever ask for this pool by itself."""
+        if not self.closed and self._retire(1):  # unless a second owner has attached
+            names.unlock_name(self.fileno())  # the builder's lock, which it may have left
+            names.remove_name(self.name, self.fileno())
+        self.close()
 
     def _agreeing_with(self, geometry: SegmentGeometry) -> Self:
         found = self.geometry()

@@ -10,7 +10,8 @@ Contract    A segment is built under a temporary name, allocated whole, formatte
             open_or_create replace it, attach refuses it by the failed check.
 Death       A killed creator leaves a temporary file whose name lock is free: every create
             collects those. Between link and unlink the segment has two names, and the spare one
-            is collected.
+            is collected. One killed between link and join leaves a segment that never had an
+            owner: the next create replaces it.
 Errors      `SegmentError` only; what the system says is in HostError.
 Source      vLLM and Boost cases on half-created segments; PostgreSQL on "maybe in use".
 Not here    Taking names away: names.py. What is inside a segment: core/.
@@ -145,10 +146,13 @@ def open_anonymous(geometry: SegmentGeometry) -> int:
 # ---- creating ----------------------------------------------------------------------------------
 
 
-def create_segment(name: str, geometry: SegmentGeometry) -> int:
+@contextlib.contextmanager
+def created_segment(name: str, geometry: SegmentGeometry) -> Iterator[int]:
     """A descriptor of the new segment of this name; raises Exists if there is one already.
 
-    Needs room for all of it at once: refuses with NoSpace before a page is touched.
+    Needs room for all of it at once: refuses with NoSpace before a page is touched. The caller
+    joins before it leaves: until then its name is locked, for a segment that nobody ever joined is
+    a leftover.
     """
     path = segment_path(name)
     collect_leftovers()
@@ -161,7 +165,7 @@ def create_segment(name: str, geometry: SegmentGeometry) -> int:
             raise SegmentError.Exists(name) from None
         except OSError as error:
             raise SegmentError.HostError.of("link", error) from error
-        return os.dup(fd)
+        yield fd
 
 
 @contextlib.contextmanager
