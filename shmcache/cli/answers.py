@@ -63,6 +63,8 @@ class Commands(click.Group):
                 raise
             emit(Answer(_usage_document(error), ()))
             ctx.exit(error.exit_code)
+        except BrokenPipeError:
+            raise  # nobody reads the help: click ends quietly
         except (ContractError, OSError) as error:
             _show_error(error)
             ctx.exit(1)

@@ -238,6 +238,7 @@ class _Stress:
     def _end(self) -> tuple[int | None, int | None]:
         """Kill some, let the others leave, and look at what is left."""
         if self._auditor.violations:
+            self._auditor.audit()  # what is wrong, if the first to notice could not say
             return None, None
         for worker in self._workers.values():
             if self._options.kills_per_second > 0 and self._rng.random() < 0.5:
@@ -304,7 +305,7 @@ class _Stress:
             reclaim_p50_ms=percentile_ms(self._reclaims_s, 50),
             reclaim_p99_ms=percentile_ms(self._reclaims_s, 99),
             reclaim_max_ms=percentile_ms(self._reclaims_s, 100),
-            violations=tuple(self._auditor.violations),
+            violations=tuple(dict.fromkeys(self._auditor.violations)),
             leaked_bytes=leaked_bytes,
             leaked_owners=leaked_owners,
         )

@@ -56,4 +56,4 @@ class Auditor:
         try:
             yield
         except ContractError as error:
-            self.violations.append(f"the observer met an error: {error!r}")
+            self.violations.append(f"the observer met {type(error).__qualname__}: {error}")

@@ -126,11 +126,21 @@ def test_a_reader_that_leaves_changes_nothing(
     if damaged:
         with Segment(segment_path(pool)) as raw:
             raw.damage_total()
+    assert unread("verify", pool, *json_flag) == (code, b"")
+
+
+def test_help_that_nobody_reads_is_silent_too() -> None:
+    assert unread("--help")[1] == b""
+    assert unread("report", "--help")[1] == b""
+
+
+def unread(*args: str) -> tuple[int, bytes]:
+    """(exit code, standard error) of a command whose output has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        left = subprocess.run(
-            [*COMMAND, "verify", pool, *json_flag],
+        done = subprocess.run(
+            [*COMMAND, *args],
             cwd=ROOT,
             stdout=writer,
             stderr=subprocess.PIPE,
@@ -138,7 +148,7 @@ def test_a_reader_that_leaves_changes_nothing(
         )
     finally:
         os.close(writer)
-    assert (left.returncode, left.stderr) == (code, b"")
+    return done.returncode, done.stderr
 
 
 def test_only_a_terminal_gets_colours(pool: str) -> None:

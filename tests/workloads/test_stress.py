@@ -73,7 +73,7 @@ def test_a_leak_into_the_totals_is_a_violation(pool_name: str, seed: int) -> Non
 
     report = stress(pool_name, seed, 60, leak)
     assert not report.ok
-    assert "an axis total differs from its recount" in report.violations[0]
+    assert any("an axis total differs from its recount" in text for text in report.violations)
     assert report.seconds < 60  # it stops at the first finding
     assert report.leaked_bytes is None
     assert not segment_path(pool_name).exists()
