@@ -60,7 +60,8 @@ class CacheResidencyPool(_core.Attachment):
     """One process's handle of a pool. See the module for what holds of every method.
 
     `CacheResidencyPool(limits)` makes an anonymous pool: the same engine in memory without a name,
-    shared with forked children, gone with the last of them.
+    shared with forked children, gone with the last of them. `name` is empty then; `id` names the
+    epoch, equal in every process, and `limits` are the pool's: none of the three needs the lock.
     """
 
     def __init__(self, limits: CachePoolLimits) -> None:
