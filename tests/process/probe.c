@@ -5,11 +5,13 @@
  *                                a device byte (the lock stays taken), u unlocks, l locks
  *                                again; answers each by the letter and the status
  *   probe judge PATH             says "SLOT PID VERDICT" of every owner, then "end"
+ *   probe clock                  says how many ns lie between two looks at the wall clock
  *   probe clean PATH SLOT NONCE  begins the cleaning, does one chunk, says "half STATUS RELEASED";
  *                                after a letter does the rest and says "done STATUS RELEASED"
  *
  * It is linked with the engine, whole or with a safeguard compiled out. The end of its input ends
- * it without any farewell: whatever it holds, it dies holding.
+ * it without any farewell: whatever it holds, it dies holding. With PROBE_CLOCK_JUMPS (and the
+ * linker's --wrap) its wall clock goes an hour ahead and an hour back at every look.
  */
 #include "internal.h"
 
@@ -18,9 +20,46 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/time.h>
+#include <time.h>
 #include <unistd.h>
 
 #define LOCK_WAIT_NS 60000000000ull
+
+#ifdef PROBE_CLOCK_JUMPS
+int __real_clock_gettime(clockid_t clock, struct timespec *now);
+
+static time_t jump_s(void)
+{
+    static bool ahead;
+    ahead = !ahead;
+    return ahead ? 3600 : -3600;
+}
+
+int __wrap_clock_gettime(clockid_t clock, struct timespec *now)
+{
+    int result = __real_clock_gettime(clock, now);
+    if (clock == CLOCK_REALTIME)
+        now->tv_sec += jump_s();
+    return result;
+}
+
+time_t __wrap_time(time_t *now)
+{
+    struct timespec real;
+    __wrap_clock_gettime(CLOCK_REALTIME, &real);
+    if (now != NULL)
+        *now = real.tv_sec;
+    return real.tv_sec;
+}
+
+int __wrap_gettimeofday(struct timeval *now, void *zone)
+{
+    (void)zone;
+    *now = (struct timeval){.tv_sec = __wrap_time(NULL)};
+    return 0;
+}
+#endif
 
 static void give_up(const char *what, const char *why)
 {
@@ -97,6 +136,13 @@ static void judge(const char *path)
     puts("end");
 }
 
+static void look_at_the_clock(void)
+{
+    uint64_t first = shmc_os_realtime_ns();
+    uint64_t second = shmc_os_realtime_ns();
+    printf("%" PRIu64 "\n", first > second ? first - second : second - first);
+}
+
 static void clean(const char *path, uint32_t slot, uint64_t nonce)
 {
     struct shmc_handle *handle = open_pool(path, false);
@@ -123,9 +169,11 @@ int main(int count, char **words)
         hold(words[2]);
     else if (count == 3 && strcmp(words[1], "judge") == 0)
         judge(words[2]);
+    else if (count == 2 && strcmp(words[1], "clock") == 0)
+        look_at_the_clock();
     else if (count == 5 && strcmp(words[1], "clean") == 0)
         clean(words[2], (uint32_t)strtoul(words[3], NULL, 10), strtoull(words[4], NULL, 10));
     else
-        give_up("usage", "hold PATH | judge PATH | clean PATH SLOT NONCE");
+        give_up("usage", "hold PATH | judge PATH | clock | clean PATH SLOT NONCE");
     return 0;
 }
