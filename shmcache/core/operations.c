@@ -68,16 +68,25 @@ static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request
     }
 }
 
+/* A pool that has ended stays so. */
+static enum shmc_status ended(const struct shmc_handle *handle)
+{
+    switch (shmc_pool_state(handle)) {
+    case SHMC_POOL_ACTIVE:
+        return SHMC_OK;
+    case SHMC_POOL_RETIRED:
+        return SHMC_RETIRED;
+    default:
+        return SHMC_POISONED;
+    }
+}
+
 /* What the pool's state and the caller's slot say before anything is done. */
 static enum shmc_status admission(const struct shmc_handle *handle, enum shmc_operation operation)
 {
-    enum shmc_pool_state state = shmc_pool_state(handle);
-    if (state == SHMC_POOL_RETIRED)
-        return SHMC_RETIRED;
-    if (state != SHMC_POOL_ACTIVE)
-        return SHMC_POISONED;
-    if (!needs_owner(operation))
-        return SHMC_OK;
+    enum shmc_status status = ended(handle);
+    if (status != SHMC_OK || !needs_owner(operation))
+        return status;
     if (handle->slot == SHMC_NO_SLOT)
         return SHMC_NOT_JOINED;
     const struct shmc_owner *owner = &handle->owners[handle->slot];
@@ -128,10 +137,14 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
 {
     if (!shmc_is_mine(handle))
         return SHMC_FORKED;
-    enum shmc_status status = shmc_lock(handle, wait_ns);
+    /* An ended pool says so at once, though a stopped process or a damaged mutex bar the lock. */
+    bool in_any_state = works_in_any_state(request->operation);
+    enum shmc_status status = in_any_state ? SHMC_OK : ended(handle);
+    if (status == SHMC_OK)
+        status = shmc_lock(handle, wait_ns);
     if (status != SHMC_OK)
         return status;
-    if (works_in_any_state(request->operation)) {
+    if (in_any_state) {
         status = inspect(handle, request);
         shmc_unlock(handle);
         return status;

@@ -224,6 +224,8 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     uint32_t slot = 0;
     if (handle->slot != SHMC_NO_SLOT)
         return SHMC_OK;
+    if (handle->nonce == 0)
+        return SHMC_NOT_JOINED; /* an observer, which nothing could name */
     while (slot < handle->header.geometry.owners_max &&
            handle->owners[slot].state != SHMC_OWNER_FREE)
         slot++;
