@@ -47,6 +47,7 @@ TEST(only_an_owner_may_change_accounts)
     struct shmc_handle *observer = observe(fd);
     struct shmc_held rows[2];
     const struct shmc_token token = {0, 1};
+    EXPECT_STATUS(NOT_JOINED, join(observer));
     EXPECT_STATUS(NOT_JOINED, add_manager(observer, 1));
     EXPECT_STATUS(NOT_JOINED, add_any_manager(observer));
     EXPECT_STATUS(NOT_JOINED, publish(observer, 1, U(1)));

@@ -45,6 +45,19 @@ static enum shmc_status release_membership(struct shmc_handle *pool)
     return release_manager(pool, token_to_release);
 }
 
+static enum shmc_status publish_instead(struct shmc_handle *pool)
+{
+    return publish_and_release(pool, 1, NOTHING, token_to_release);
+}
+
+static enum shmc_status clean_up_after_another(struct shmc_handle *pool)
+{
+    struct shmc_handle *other = attach(pool->segment_fd);
+    MUST(reserve(other, U(1)));
+    reclaim(pool, shmc_slot(other), shmc_nonce(other));
+    return SHMC_OK;
+}
+
 TEST(what_gives_back_wakes_who_waits)
 {
     struct waiting waiting = {.pool = new_pool(ROOMY)};
@@ -54,7 +67,13 @@ TEST(what_gives_back_wakes_who_waits)
     MUST(add_manager(waiting.pool, 1));
     token_to_release = last.token;
     expect_woken_by(&waiting, publish_less);
+    struct shmc_token membership = token_to_release;
+    MUST(reserve(waiting.pool, U(1)));
+    token_to_release = last.token;
+    expect_woken_by(&waiting, publish_instead);
+    token_to_release = membership;
     expect_woken_by(&waiting, release_membership);
+    expect_woken_by(&waiting, clean_up_after_another);
 }
 
 TEST(nobody_is_woken_without_a_flag)
