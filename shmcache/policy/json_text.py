@@ -1,13 +1,14 @@
 """Strict JSON: text in which a key appears twice, or which nests without end, is refused.
 
 Why: a parser that keeps the last of two equal keys lets two readers of one file see two contents,
-and one that recurses with its input can be made to overflow its stack. msgspec refuses neither, so
-both are looked for here, without a Python step per character.
+and one that recurses with its input can be made to overflow its stack. msgspec keeps the last key
+and nests as deep as the process happens to allow, so both are looked for here, without a Python
+step per character.
 
 Contract: every refusal is a `msgspec.DecodeError`. NaN, infinities, a byte order mark, invalid
 UTF-8, lone surrogates and anything after the value are refused by msgspec itself.
 
-Cost: linear in the text; about 1.3 times the time that msgspec needs alone (67 MB: 0.15 s more).
+Cost: linear; 1.4 times what msgspec needs alone (67 MB of manifest: 0.2 s more, on 2 cores).
 """
 
 from __future__ import annotations

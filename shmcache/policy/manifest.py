@@ -12,7 +12,7 @@ Shapes: B batch, N tokens of the block. key_value: `keys`, `values` [B, heads, N
 key-only layer has values of width 1. compressed_latent_rotary: `latent` [B, N, latent],
 `rotary_key` [B, N, rotary].
 
-Cost: linear. 100,000 blocks (67 MB of text) decode in 1.1 s and validate in 0.3 s.
+Cost: linear. 100,000 blocks (67 MB of text) decode in 1.2 s and validate in 0.3 s (2 cores).
 """
 
 from __future__ import annotations

@@ -102,21 +102,18 @@ def _inward(family: type[PayloadEnum]) -> _Rewrite:
     """`"tag"` and `{"tag": payload}` to `{..., "kind": "tag"}`."""
 
     def rewrite(plain: Any) -> Any:
-        payload: Any = {}
         bare = isinstance(plain, str)
-        if bare:
-            tag = plain
-        elif isinstance(plain, dict) and len(plain) == 1:
-            ((tag, payload),) = plain.items()
-        else:
+        if not (bare or (isinstance(plain, dict) and len(plain) == 1)):
             raise msgspec.ValidationError(f"{family.__name__} must be a name or have one key")
+        tag, payload = (plain, {}) if bare else next(iter(plain.items()))
         variant = family.variants.get(tag)
         if variant is None:
             raise msgspec.ValidationError(f"{family.__name__} has no variant {tag!r}")
-        if bare is not (not variant.__struct_fields__):
+        names = variant.__struct_fields__
+        if bare == bool(names):
             needs = "a payload" if bare else "no payload"
             raise msgspec.ValidationError(f"{family.__name__} {tag!r} takes {needs}")
-        if variant.__struct_fields__ == ("value",):
+        if names == ("value",):
             payload = {"value": payload}
         fields = _fields(variant, _inward)
         payload = fields(payload) if fields else payload

@@ -365,9 +365,8 @@ def test_coverage_means_that_no_needed_token_is_missing(
         assert found == "frontier"
         return
     tokens = [token for start, end in spans for token in range(start, end)]
-    needed = set(range(frontier if window is None else 0, frontier))
-    needed |= set(range(frontier)) if window is None else set()
-    needed |= set(range(max(0, frontier - (window or 1) + 1), frontier))
+    first_seen = 0 if window is None else max(0, frontier - window + 1)
+    needed = set(range(first_seen, frontier))
     contiguous = tokens == list(range(tokens[0], frontier)) if tokens else frontier == 0
     good = contiguous and needed <= set(tokens)
     assert (found == PASSES) is good
