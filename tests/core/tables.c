@@ -248,7 +248,7 @@ TEST(allocated_ids_are_found_after_a_full_row)
 
 /* ---- the ends of 64 bits --------------------------------------------------------------------- */
 
-TEST(any_id_is_legal)
+TEST(every_id_is_legal)
 {
     struct shmc_handle *pool = new_pool(ROOMY);
     registered(pool, 0);

@@ -1,7 +1,12 @@
 /* verdicts.c: who is alive, who is dead, and what cannot be told. */
 #include "harness.h"
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 
 static void attach_and_reserve(void *fd)
@@ -175,4 +180,57 @@ TEST(an_owner_that_lost_its_lock_but_maps_the_segment_is_alive)
     EXPECT_EQ(SHMC_ALIVE, shmc_owner_verdict(pool, &view));
     EXPECT_EQ(0, dead_owners(pool));
     kill_child(pid);
+}
+
+/* ---- less to ask ----------------------------------------------------------------------------- */
+
+static void live_without_pidfds(void)
+{
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pidfd_open, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {.len = sizeof filter / sizeof *filter, .filter = filter};
+    EXPECT(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    EXPECT(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+}
+
+/* As on an old kernel or in a strict container: signal 0 and /proc tell the same. */
+TEST(verdicts_need_no_pidfds)
+{
+    int status;
+    live_without_pidfds();
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = child_that_stays(attach_and_reserve, &pool->segment_fd);
+    struct shmc_owner_view view = view_of(pool, 1);
+    EXPECT(shmc_owner_pidfd(pool, &view) == -1);
+    EXPECT_EQ(SHMC_ALIVE, shmc_owner_verdict(pool, &view));
+    EXPECT(kill(pid, SIGSTOP) == 0 && waitpid(pid, &status, WUNTRACED) == pid);
+    EXPECT_EQ(SHMC_ALIVE, shmc_owner_verdict(pool, &view));
+    view.start_ticks--;
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(pool, &view)); /* another process has the number */
+    view.start_ticks++;
+    siginfo_t info;
+    EXPECT(kill(pid, SIGKILL) == 0 && waitid(P_PID, (id_t)pid, &info, WEXITED | WNOWAIT) == 0);
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(pool, &view)); /* a zombie */
+    EXPECT(waitpid(pid, NULL, 0) == pid);
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(pool, &view));
+}
+
+TEST(without_descriptors_nothing_is_proved_but_absence)
+{
+    struct shmc_handle *pool = new_pool(ROOMY);
+    pid_t pid = child_that_stays(attach_and_reserve, &pool->segment_fd);
+    struct shmc_owner_view view = view_of(pool, 1);
+    struct rlimit before;
+    EXPECT(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    const struct rlimit none = {.rlim_cur = 0, .rlim_max = before.rlim_max};
+    EXPECT(setrlimit(RLIMIT_NOFILE, &none) == 0);
+    EXPECT_EQ(SHMC_UNKNOWN, shmc_owner_verdict(pool, &view));
+    EXPECT_EQ(0, dead_owners(pool));
+    kill_child(pid);
+    EXPECT_EQ(SHMC_DEAD, shmc_owner_verdict(pool, &view));
+    EXPECT(setrlimit(RLIMIT_NOFILE, &before) == 0);
 }
