@@ -111,6 +111,8 @@ def test_l2_protected_blocks_hold_places_when_choosing_and_not_when_counting() -
     assert lifecycle.eviction_candidate({q, r, s}, None, 1, LRU) == q
     assert lifecycle.eviction_candidate({q, r, s}, q, 1, LRU) == r
     assert lifecycle.recent_protection_counts({q, r, s}, 1) == {0: 1}
+    assert lifecycle.recent_protection_counts({q, r, s}, 3) == {0: 2}
+    assert lifecycle.recent_protection_counts({s}, 3) == {}
     assert lifecycle.eviction_candidate({q, r}, q, 1, LRU) is None  # r is the one counted
 
 
