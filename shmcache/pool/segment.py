@@ -23,6 +23,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from shmcache.pool.names import (
 )
 from shmcache.pool.values import CachePoolLimits
 
+_GATE_POLL_SECONDS = 0.005
 _BLOCK_BYTES = 64 << 10  # default room in the block table: one block per 64 KiB of arena
 
 
@@ -156,16 +158,66 @@ def created_segment(name: str, geometry: SegmentGeometry) -> Iterator[int]:
     """
     path = segment_path(name)
     collect_leftovers()
-    remove_leftover(name)
-    retire_nameless(name)
-    with built_segment(geometry) as (temporary, fd):
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise SegmentError.Exists(name) from None
-        except OSError as error:
-            raise SegmentError.HostError.of("link", error) from error
-        yield fd
+    with _turn_to_build(name):
+        if not remove_leftover(name):
+            raise SegmentError.Exists(name)
+        retire_nameless(name)
+        with built_segment(geometry) as (temporary, fd):
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise SegmentError.Exists(name) from None
+            except OSError as error:
+                raise SegmentError.HostError.of("link", error) from error
+            yield fd
+
+
+@contextlib.contextmanager
+def _turn_to_build(name: str) -> Iterator[None]:
+    """Be the only creator of this name: together they would take each other's room, and all fail.
+
+    The gate is a file with its name locked, so a killed holder's is collected. Whoever waits raises
+    Exists once the pool is there, and goes on alone when nothing was allocated for a while (the
+    holder is stopped) or the gate is a stranger's.
+    """
+    gate = SHM_DIRECTORY / f"{TEMPORARY_PREFIX}{name}"
+    fd, seen, patient_ns = -1, -1, 0
+    try:
+        while (fd := _enter(gate)) < 0:
+            if os.path.lexists(segment_path(name)):
+                raise SegmentError.Exists(name)
+            allocated = _allocated_for_new()
+            if allocated != seen:
+                seen, patient_ns = allocated, time.monotonic_ns() + bounds.LOCK_DEADLINE_NS
+            elif time.monotonic_ns() > patient_ns:
+                break
+            time.sleep(_GATE_POLL_SECONDS)
+        yield
+    finally:
+        if fd >= 0:
+            gate.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _enter(gate: Path) -> int:
+    """A descriptor of the gate with its name locked; -1 when somebody else has that."""
+    try:
+        fd = os.open(gate, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return -1
+    if lock_name(fd) and has_name(fd, gate):
+        return fd
+    os.close(fd)
+    return -1
+
+
+def _allocated_for_new() -> int:
+    """Blocks of all segments in the making."""
+    blocks = 0
+    for path in SHM_DIRECTORY.glob(f"{TEMPORARY_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):
+            blocks += path.lstat().st_blocks
+    return blocks
 
 
 @contextlib.contextmanager
