@@ -12,7 +12,9 @@ Concurrency One pidfd per owner in one epoll; the owner table's attach counter i
             so a new owner is watched after at most one turn.
 Death       Nothing shared is left behind but what a sweep leaves: a slot in CLEANING, which any
             other sweep continues.
-Errors      A lock held by a stopped process is logged and tried again; nothing else is expected.
+Errors      A lock held by a stopped process, and a host that refuses something (no room yet for a
+            new epoch), are told and tried again. What a listener raises comes out of run(), or is
+            logged when a thread of the supervisor's own runs it.
 Source      pidfd_open(2), epoll(7).
 """
 
@@ -46,6 +48,7 @@ class SupervisorEventKind(Enum):
 
     RECLAIMED = "reclaimed"
     LOCK_HELD = "lock_held"
+    HINDERED = "hindered"
     POISONED = "poisoned"
     RECREATED = "recreated"
     FOLLOWED = "followed"
@@ -84,6 +87,7 @@ class Supervisor:
         self._seen_attach_seq = -1
         self._swept_at = 0.0
         self._poison_told = False
+        self._hindrance = ""
 
     # -- running
 
@@ -114,21 +118,29 @@ class Supervisor:
             self._swept_at = 0.0  # a death: sweep now
             self._forget(epoll, fd)
         try:
+            return self._look(epoll)
+        except SegmentError.LockHeld as error:
+            self._tell(SupervisorEventKind.LOCK_HELD, str(error))
+        except SegmentError as error:
+            self._hindered(str(error))
+        return True
+
+    # -- one turn's parts
+
+    def _look(self, epoll: select.epoll) -> bool:
+        try:
             if time.monotonic() - self._swept_at >= _SWEEP_SECONDS:
                 self._sweep()
                 if not self._still_named(epoll):
                     return False
             if self._pool._attach_seq() != self._seen_attach_seq:
                 self._watch_owners(epoll)
-        except SegmentError.LockHeld as error:
-            self._tell(SupervisorEventKind.LOCK_HELD, str(error))
         except CachePoolError.Poisoned:
             return self._poisoned(epoll)
         except SegmentError.Retired:
             return self._still_named(epoll)
+        self._hindrance = ""
         return True
-
-    # -- one turn's parts
 
     def _sweep(self) -> None:
         self._swept_at = time.monotonic()
@@ -197,13 +209,26 @@ class Supervisor:
         self._tell(SupervisorEventKind.RECREATED, f"pool {pool.name!r} starts empty in a new epoch")
         return True
 
+    def _hindered(self, detail: str) -> None:
+        """The host did not let us; the next turn tries again, and is silent about the same."""
+        if detail != self._hindrance:
+            self._hindrance = detail
+            self._tell(SupervisorEventKind.HINDERED, detail)
+        time.sleep(_SWEEP_SECONDS)
+
     def _tell(
         self, kind: SupervisorEventKind, detail: str, owners: tuple[ReclaimedOwner, ...] = ()
     ) -> None:
         level = logging.INFO if kind is SupervisorEventKind.RECLAIMED else logging.WARNING
         _log.log(level, "%s", detail)
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(SupervisorEvent(kind, detail, owners))
+        except Exception:
+            if self._thread is None:
+                raise  # the caller of run() hears of it
+            _log.exception("on_event failed")  # nobody would, and the pool would be unwatched
 
 
 def recreate(pool: CacheResidencyPool) -> CacheResidencyPool | None:
@@ -216,6 +241,7 @@ def recreate(pool: CacheResidencyPool) -> CacheResidencyPool | None:
         if not names.replace_name(pool.name, pool.fileno(), temporary):
             return None
         pool._retire(None)
+        CacheResidencyPool._from(os.dup(fd), pool.name).close()  # joined once: no leftover
         return CacheResidencyPool._from(os.dup(fd), pool.name, owns_slot=False)
 
 
