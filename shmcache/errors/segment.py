@@ -90,6 +90,11 @@ class _SegmentRefused(SegmentError):
     expected: object
     actual: object
 
+    def __str__(self) -> str:
+        if self.check == "mode" and isinstance(self.expected, int) and isinstance(self.actual, int):
+            return str(SegmentError.Refused(self.check, oct(self.expected), oct(self.actual)))
+        return super().__str__()
+
     @property
     def hint(self) -> str:
         return _REFUSED_HINTS.get(self.check, "")

@@ -180,6 +180,12 @@ def _descriptors_of(target: str) -> Iterator[str]:
 # ---- removing on purpose -----------------------------------------------------------------------
 
 
+def require_ours(fd: int) -> None:
+    """Raise EPERM unless this user may remove the file's name: /dev/shm is sticky."""
+    if os.geteuid() not in (0, os.fstat(fd).st_uid):
+        raise SegmentError.HostError("unlink", "EPERM")
+
+
 def remove_name(name: str, fd: int) -> bool:
     """Take the name away from the segment behind `fd`; False when it no longer has it."""
     path = segment_path(name)

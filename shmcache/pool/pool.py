@@ -140,7 +140,8 @@ class CacheResidencyPool(_core.Attachment):
         """Retire the pool and remove its name; its memory goes with its last user.
 
         Raises: SegmentError.InUse while live owners other than this process exist, unless forced;
-        SegmentError.Refused for a file that is not a usable pool, unless nobody holds it or forced.
+        SegmentError.Refused for a file that is not a usable pool, unless nobody holds it or forced;
+        HostError("unlink", "EPERM") for the pool of another user, whose name only they can remove.
         """
         try:
             observer = cls.observe(name)
@@ -149,6 +150,7 @@ class CacheResidencyPool(_core.Attachment):
                 raise
             return
         try:
+            names.require_ours(observer.fileno())  # before it is retired for nothing
             observer._retire_unused(force)
             names.remove_name(name, observer.fileno())
         finally:
