@@ -95,7 +95,10 @@ def test_a_creator_killed_before_it_joined_leaves_no_obstacle(pool_name: str) ->
     """Between link and join the name belongs to a whole segment that nobody ever used."""
 
     def die_before_the_join(name: str) -> None:
-        CacheResidencyPool._take = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        def die(*_: object, **__: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        CacheResidencyPool._take = die  # type: ignore[method-assign]
         CacheResidencyPool.create(name, LIMITS, **SMALL)
 
     with Worker("import os, signal", ATTACH, die_before_the_join) as worker:

@@ -16,6 +16,7 @@ from shmcache import (
 )
 from shmcache import SegmentError as Segment
 from shmcache.pool.names import segment_path
+from shmcache.pool.segment import open_segment
 from tests.pool.named import ATTACH, LIMITS, ONE, SMALL
 from tests.support import Worker
 
@@ -217,7 +218,10 @@ def test_a_thousand_owners_attach_and_leave(pool_name: str) -> None:
     def attach_all(name: str, count: int) -> list[int]:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        joined = [CacheResidencyPool._from(open_segment(name), name) for _ in range(count)]  # type: ignore[name-defined]  # noqa: F821
+        joined = [
+            CacheResidencyPool._from(open_segment(name), name)  # without the sweep of an attach
+            for _ in range(count)
+        ]
         globals()["handles"] = joined
         owners = joined[0].owners()
         return [len(owners), len({owner.nonce for owner in owners})]

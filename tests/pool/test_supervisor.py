@@ -418,7 +418,7 @@ def test_a_listener_that_raises_does_not_end_the_watch(pool: CacheResidencyPool)
             with worker_with(pool, 3) as worker:
                 worker.kill()
             wait_until_free(pool)
-            wait_until(lambda n=number: len(told) == n, "the listener is told")  # type: ignore[misc]
+            wait_until(lambda: len(told) == number, "the listener is told")  # noqa: B023
 
 
 @pytest.mark.parametrize("stop", ["thread", "signal"])
