@@ -32,6 +32,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
 from shmcache.pool.owners import ReclaimedOwner
@@ -88,6 +89,7 @@ class Supervisor:
         self._swept_at = 0.0
         self._poison_told = False
         self._hindrance = ""
+        self._blindness_told = False
 
     # -- running
 
@@ -155,8 +157,12 @@ class Supervisor:
 
     def _watch_owners(self, epoll: select.epoll) -> None:
         self._seen_attach_seq = self._pool._attach_seq()
-        for slot, _, nonce, *_ in self._pool._owner_rows():
+        for slot, _, nonce, pid, *_, verdict in self._pool._owner_rows():
             fd = self._pool._owner_pidfd(slot, nonce)
+            if fd < 0 and verdict == _core.VERDICT_ALIVE and not self._blindness_told:
+                self._blindness_told = True
+                seconds = f"only by the sweep every {_SWEEP_SECONDS:g} s"
+                _log.warning("no pidfd of process %d can be had: deaths are seen %s", pid, seconds)
             if fd < 0 or self._watched.get(slot) == (nonce, fd):
                 continue
             self._watched[slot] = (nonce, fd)

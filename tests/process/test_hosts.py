@@ -290,4 +290,5 @@ with shmcache.Supervisor(home):
         assert host.call("[o.pid for o in home.owners() if o.pid != os.getpid()]") == [stays]
         assert host.call("home.report().current_device_bytes") == 10
         assert host.call("home.verify().ok")
+        assert host.call("log.getvalue().count('no pidfd of process')") == 1
         host.call("home.close(); shmcache.CacheResidencyPool.destroy(name, force=True)")
