@@ -95,8 +95,7 @@ static void walk_table(struct walk *walk, const struct shmc_table *table,
     walk_free_list(walk, table, mark, mark - live, kinds);
 }
 
-/* Each LIVE manager is in the chain of its own id, once; chains hold nothing else and no id twice.
- */
+/* Each LIVE manager is in the chain of its own id, once; chains hold nothing else. */
 static void walk_manager_index(struct walk *walk)
 {
     struct shmc_handle *handle = walk->handle;

@@ -294,13 +294,26 @@ static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot, ui
     return status;
 }
 
-static void free_slot(struct shmc_handle *handle, uint32_t slot)
+/* Whether the slot's entries are as many as its held word says, wherever they are. */
+static bool held_adds_up(const struct shmc_handle *handle, uint32_t slot)
 {
+    uint64_t count = 0;
+    for (uint64_t index = 0; index < *handle->managers.mark; index++)
+        count += handle->managers.entries[index].state == SHMC_ENTRY_LIVE_OF(slot);
+    for (uint64_t index = 0; index < *handle->reservations.mark; index++)
+        count += handle->reservations.entries[index].state == SHMC_ENTRY_LIVE_OF(slot);
+    return count == handle->owners[slot].held;
+}
+
+static enum shmc_status free_slot(struct shmc_handle *handle, uint32_t slot)
+{
+    SHMC_CHECK(handle->control->owners > 0);
     shmc_and_seq_cst(&handle->gate->waiters[slot / 64], ~(1ull << (slot % 64)));
     shmc_redo_begin(handle, SHMC_OP_RECLAIM_STEP);
     shmc_redo_put(handle, &handle->owners[slot].state, SHMC_OWNER_FREE);
     shmc_redo_put(handle, &handle->control->owners, handle->control->owners - 1);
     shmc_redo_commit(handle);
+    return SHMC_OK;
 }
 
 /* One chunk: every release is a record of its own, so a killed cleaner leaves a shorter list. */
@@ -321,7 +334,12 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
     for (uint32_t looked = 0; handle->owners[slot].held != 0; looked++) {
         if (request->cursor == *handle->managers.mark)
             request->cursor = handle->managers.max; /* the rest of the table was never used */
-        SHMC_CHECK(request->cursor < end);
+        if (request->cursor >= end) {
+            /* The caller began behind an entry: it may begin anew, unless nothing is there. */
+            SHMC_CHECK(held_adds_up(handle, slot));
+            request->cursor = 0;
+            return SHMC_MORE;
+        }
         if (looked == STEP_ENTRIES_MAX || request->released == STEP_RELEASES_MAX)
             return SHMC_MORE;
         enum shmc_status status = release_at(handle, slot, request->cursor, &request->released);
@@ -329,6 +347,5 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
             return status == SHMC_STALE ? SHMC_CORRUPT : status;
         request->cursor++;
     }
-    free_slot(handle, slot);
-    return SHMC_OK;
+    return free_slot(handle, slot);
 }

@@ -185,6 +185,20 @@ TEST(a_late_cleaner_leaves_another_cleaning_alone)
     EXPECT_EQ(SHMC_OWNER_CLEANING, slot_of(heir)->state);
 }
 
+/* A bad choice of the caller is harmless: a cursor behind the entries only costs another pass. */
+TEST(a_cursor_behind_everything_starts_again)
+{
+    struct shmc_handle *cleaner = new_pool(ROOMY);
+    struct shmc_handle *dead = attach(cleaner->segment_fd);
+    MUST(reserve(dead, U(7)));
+    MUST(reclaim_begin(cleaner, shmc_slot(dead), shmc_nonce(dead)));
+    EXPECT_STATUS(MORE, reclaim_step(cleaner, shmc_slot(dead), shmc_nonce(dead), UINT64_MAX));
+    EXPECT_EQ(0, last.cursor);
+    MUST(reclaim_step(cleaner, shmc_slot(dead), shmc_nonce(dead), last.cursor));
+    EXPECT_LEVEL(cleaner, U(0), U(7));
+    EXPECT_CLEAN(cleaner);
+}
+
 /* A chunk ends after 128 releases; each leaves a valid pool; any cleaner takes over. */
 TEST(many_releases_take_many_steps)
 {

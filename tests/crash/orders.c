@@ -354,7 +354,8 @@ static void expect_poisoned(const struct segment *segment, struct actor actor, c
 
 static void expect_found_and_retired(const struct segment *segment, const char *name)
 {
-    struct shmc_request request = {.operation = SHMC_OP_CHECK, .attach_seq = UINT64_MAX};
+    struct shmc_request request = {.operation = SHMC_OP_CHECK,
+                                   .attach_seq = shmc_attach_seq(segment->handle)};
     enum shmc_status status = perform_as(segment, nobody, &request);
     if (status != SHMC_OK || request.problems_count == 0)
         violation("%s: check gives %s and finds %u problems", name, shmc_status_name(status),

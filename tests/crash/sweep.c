@@ -79,8 +79,7 @@ static const struct operation operations[] = {
     {"report", FREE_LIST, VICTIM, .kill_for_real = true, .request = {.operation = SHMC_OP_REPORT}},
     {"held", FREE_LIST, VICTIM, .request = {.operation = SHMC_OP_HELD, .held_rows = held_rows}},
     {"check", FREE_LIST, VICTIM, .request = {.operation = SHMC_OP_CHECK}},
-    {"retire", FREE_LIST, VICTIM, .changes = 1,
-     .request = {.operation = SHMC_OP_RETIRE, .attach_seq = UINT64_MAX}},
+    {"retire", FREE_LIST, VICTIM, .changes = 1, .request = {.operation = SHMC_OP_RETIRE}},
 };
 /* clang-format on */
 #define OPERATIONS (sizeof operations / sizeof *operations)
@@ -104,6 +103,7 @@ static struct job job_of(const struct world *world, const struct operation *oper
         job.request.token = tokens[operation->token];
     job.request.owner_slot = world->actors[operation->reclaimed].slot;
     job.request.owner_nonce = world->actors[operation->reclaimed].nonce;
+    job.request.attach_seq = shmc_attach_seq(world->stepped.handle);
     return job;
 }
 
