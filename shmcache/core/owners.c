@@ -114,13 +114,18 @@ static bool is_plausible(const struct shmc_owner_view *view)
 }
 
 /* Decides what can be decided without asking the kernel about a pidfd; ALIVE means "go on". */
-static enum shmc_verdict verdict_by_number(const struct shmc_owner_view *view)
+static enum shmc_verdict verdict_by_number(const struct shmc_handle *handle,
+                                           const struct shmc_owner_view *view)
 {
     if (!is_plausible(view))
         return SHMC_UNKNOWN;
-    if (view->pid == (uint64_t)shmc_os_pid() && !shmc_nonce_is_local(view->nonce))
-        return SHMC_DEAD; /* our own pid, but not our doing: before an execve, or a reused pid */
-    return SHMC_ALIVE;
+    if (view->pid != (uint64_t)shmc_os_pid() || shmc_nonce_is_local(view->nonce))
+        return SHMC_ALIVE;
+    /* Our own pid, but not our doing: before an execve, or a reused pid. Only a second copy of this
+     * code in one process still has the lock. */
+    bool copy = view->exec_locked != 0 &&
+                shmc_os_byte_locked(handle->segment_fd, view->nonce >> 2) == SHMC_YES;
+    return copy ? SHMC_ALIVE : SHMC_DEAD;
 }
 
 /* A descriptor of the owner itself; -1 and errno when it has none. */
@@ -186,7 +191,7 @@ enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle, const struct sh
     (void)handle;
     return shmc_os_process_exists((pid_t)view->pid) ? SHMC_ALIVE : SHMC_DEAD;
 #else
-    enum shmc_verdict verdict = verdict_by_number(view);
+    enum shmc_verdict verdict = verdict_by_number(handle, view);
     if (verdict != SHMC_ALIVE || view->pid == (uint64_t)shmc_os_pid())
         return verdict;
     int pidfd = shmc_owner_pidfd(handle, view);

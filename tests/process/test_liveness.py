@@ -252,6 +252,32 @@ def test_c55_our_own_pid_with_another_nonce_is_dead(
     assert len(pool.owners()) == 1
 
 
+@pytest.mark.ci
+def test_a_second_copy_of_the_library_in_one_process(
+    pool: CacheResidencyPool, plain_lock: Path
+) -> None:
+    """A vendored build beside the installed one: two owners under one pid, both alive."""
+    with Worker(scenes.OWNER) as owner:
+        owner.call("attach(name)", name=pool.name)
+        owner.call(
+            """
+import sys
+first = {name: sys.modules.pop(name) for name in list(sys.modules) if name[:8] == "shmcache"}
+sys.path.insert(0, folder)
+import shmcache as second
+assert second._core.__file__ != first["shmcache"]._core.__file__
+other = second.CacheResidencyPool.attach(name)
+""",
+            folder=str(plain_lock),
+        )
+        assert owner.call("len(other.sweep()), len(pool.sweep())") == [0, 0]
+        assert [record.pid for record in pool.owners()].count(owner.pid) == 2
+        assert pool.report().current_device_bytes == 10
+        assert (
+            owner.call("other.close(), token.release(), pool.report().current_device_bytes")[2] == 0
+        )
+
+
 # ---- a judge that lost its descriptors ---------------------------------------------------------
 
 
