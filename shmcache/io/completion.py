@@ -104,17 +104,17 @@ class Done(Generic[Output]):
 class Completion(Generic[Output]):
     """One operation as its waiters see it; tickets are handles on it.
 
-    `settled` belongs to the engine's lock: the owner's submission was used up, there is nothing
-    left to abandon.
+    The engine sets, under its lock: `admitted`, the thread has the task; `settled`, the owner's
+    submission was used up and has no claim on the key any more.
     """
 
-    __slots__ = ("_released", "_result", "key", "released", "resolved", "settled")
+    __slots__ = ("_released", "_result", "admitted", "key", "released", "resolved", "settled")
 
     def __init__(self, key: CacheIoOperationKey) -> None:
         self.key = key
         self.resolved = Latch()
         self.released = Latch()
-        self.settled = False
+        self.admitted = self.settled = False
         self._released = False
         self._result: dict[None, Done[Output] | CacheIoWorkerError] = {}
 

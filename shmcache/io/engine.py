@@ -156,6 +156,7 @@ class Engine(Generic[Task, Output]):
             raise CacheIoExecutionStateError.UnknownOperation
         if admission is CacheIoAdmission.ADMITTED:
             self.queue.put(job)
+            completion.admitted = True
         elif admission is CacheIoAdmission.AT_CAPACITY:
             self._blocked.append(gate)
         completion.settled = admission is not CacheIoAdmission.AT_CAPACITY
@@ -167,12 +168,10 @@ class Engine(Generic[Task, Output]):
         return self._state.peak_queued
 
     def abandon(self, completion: Completion[Output]) -> None:
-        """The owner's submission will never be enqueued; its key is free for the next section.
+        """The owner's submission will never be enqueued: the next section frees its key.
 
         Safe in a finalizer.
         """
-        completion.cancel()
-        completion.release()
         self._abandoned.append(completion)
 
     # Tickets --------------------------------------------------------------------------------------
@@ -247,15 +246,13 @@ class Engine(Generic[Task, Output]):
     # Under the lock -------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        if self._dirty:
+        if self._dirty and not self._poisoned:
             self._poison()
         if self._poisoned:
             raise CacheIoWorkerError.Poisoned
         self._dirty = True
         while self._abandoned:
-            abandoned = self._abandoned.popleft()
-            if not abandoned.settled:
-                self._free(abandoned)
+            self._free(self._abandoned.popleft())
         if self._dropped:
             self._stop()
 

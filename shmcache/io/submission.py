@@ -131,19 +131,20 @@ class CacheIoSubmission(Generic[Task, Output]):
         except CacheIoExecutionStateError as error:
             completion.resolve(CacheIoWorkerError.OperationFailed(str(error)))
             raise CacheIoWorkerError.Execution(error) from error
-        except CacheIoWorkerError.Poisoned:
-            completion.poison()
-            raise
         if admission is CacheIoAdmission.CANCELLED:
-            self._job.forget()
-            completion.release()
+            self._abandon()
         return CacheIoSubmissionOutcome(False, blocked, peak)
 
     def _abandon(self) -> None:
         """Without locks: a finalizer may be running inside any of them. Again: nothing."""
         job = self._job
-        if job is None or (job.completion.settled and not self._joined):
+        if job is None:
             return
-        job.forget()
-        if not self._joined:
-            self._engine.abandon(job.completion)
+        if self._joined:
+            job.forget()
+        elif not job.completion.admitted:
+            job.completion.cancel()
+            job.forget()
+            job.completion.release()
+            if not job.completion.settled:
+                self._engine.abandon(job.completion)

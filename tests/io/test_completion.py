@@ -13,7 +13,7 @@ import pytest
 from shmcache.errors import CacheIoWorkerError
 from shmcache.io.completion import Completion, Done, Gate, Latch
 from tests.io.tasks import Call, key, together
-from tests.support import PATIENCE_S, wait_until
+from tests.support import wait_until
 
 
 def test_a_gate_lets_one_through_per_opening() -> None:
@@ -144,7 +144,8 @@ def test_poison_tells_of_what_is_missing() -> None:
     completion.check_released()
 
 
-def test_a_finalizer_may_tell_the_thread_it_interrupts() -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_finalizer_may_tell_the_thread_it_interrupts(before: bool) -> None:
     """It runs between two bytecodes of a waiter; any lock of the waiter's would never be free."""
     latch = Latch()
 
@@ -156,12 +157,19 @@ def test_a_finalizer_may_tell_the_thread_it_interrupts() -> None:
             latch.open()
 
     class Collecting(dict[object, Callable[[], object]]):
-        """Runs the collector at the worst moment: inside the waiter's own registration."""
+        """Runs the collector at the worst moment: around the waiter's own registration."""
 
         def __setitem__(self, waiter: object, wake: Callable[[], object]) -> None:
+            if before:
+                self.collect()
             super().__setitem__(waiter, wake)
+            if not before:
+                self.collect()
+
+        def collect(self) -> None:
             Cycle()
             gc.collect()
 
     latch._wakes = Collecting()
-    assert Call(latch.wait, PATIENCE_S).result() is True
+    assert Call(latch.wait).result() is True
+    assert latch._wakes == {}

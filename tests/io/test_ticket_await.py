@@ -100,7 +100,11 @@ def test_a_cancelled_awaiter_cancels_nothing_and_leaves_nothing() -> None:
 def test_the_end_and_a_cancelled_awaiter_at_once() -> None:
     """The wake-up may be on its way when the awaiter is cancelled; it must find a done future."""
 
+    complaints: list[dict[str, Any]] = []
+
     async def main(worker: Worker, number: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: complaints.append(context))
         submission = worker.prepare(key(number), Task(number))
         waiting = asyncio.create_task(result_of(submission.ticket))
         await until_subscribed(submission.ticket, 1)
@@ -113,6 +117,7 @@ def test_the_end_and_a_cancelled_awaiter_at_once() -> None:
     with worker_of(1) as (worker, _):
         for number in range(20):
             asyncio.run(main(worker, number), debug=True)
+    assert complaints == []
 
 
 def test_a_loop_that_is_gone_disturbs_nobody() -> None:
@@ -125,9 +130,11 @@ def test_a_loop_that_is_gone_disturbs_nobody() -> None:
         loop.run_forever()
         assert subscribed(running) == 1
         loop.close()
-        thread = Call(running.wait)
         gated.open()
-        assert thread.result().value == "gated"
+        assert running.wait(PATIENCE_S).value == "gated"
+        after = worker.prepare(key(1), Task("after"))
+        after.enqueue()
+        assert after.ticket.wait(PATIENCE_S).value == "after"
         waiting.close()
 
 

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from tests.support import PATIENCE_S, ROOT, wait_until
+from tests.support import PATIENCE_S, ROOT
 
 PRELUDE = """
 import atexit, gc, os, signal, sys, threading, time
@@ -45,6 +44,18 @@ def enqueue(number, task):
     submission = worker.prepare(key(number), task)
     submission.enqueue()
     return submission.ticket
+
+def await_main_thread_in(name):
+    frame = None
+    while frame is None:
+        time.sleep(0.001)
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        while frame and frame.f_code.co_qualname != name:
+            frame = frame.f_back
+
+def say_when_blocked():
+    await_main_thread_in("Gate.wait")
+    say("blocked")
 """
 
 
@@ -123,6 +134,13 @@ def test_i11_an_unhandled_error_ends_it_too() -> None:
     assert end(start("enqueue(1, lambda: say('ran'))\nraise ValueError"), 1) == ["ran"]
 
 
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """Ctrl-C, once it says that its main thread is blocked."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "blocked\n"
+    process.send_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("call", ["ticket.wait()", "blocked.enqueue()", "worker.close()"])
 def test_ctrl_c_reaches_every_blocked_call(call: str) -> None:
     """The wait is a real one, and still a signal's handler runs in it."""
@@ -133,8 +151,8 @@ def test_ctrl_c_reaches_every_blocked_call(call: str) -> None:
             enqueue(number, int)
         blocked = worker.prepare(key(9), int)
         joiner = worker.prepare(key(9), int)
+        threading.Thread(target=say_when_blocked).start()
         try:
-            say("ready")
             {call}
         except KeyboardInterrupt:
             say("interrupted")
@@ -146,18 +164,27 @@ def test_ctrl_c_reaches_every_blocked_call(call: str) -> None:
             say("abandoned")
     """
     process = start(code)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    blocked_in_kernel(process.pid)
-    process.send_signal(signal.SIGINT)
-    said = end(process)
-    assert sorted(said) == ["abandoned", "interrupted", "ran"]
+    interrupt(process)
+    assert sorted(end(process)) == ["abandoned", "interrupted", "ran"]
 
 
-def blocked_in_kernel(pid: int) -> None:
-    """Until its main thread sleeps in a futex: it is in the call that is to be interrupted."""
-    stat = Path(f"/proc/{pid}/task/{pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", "it waits")
+def test_i11_an_interrupted_close_is_made_up_for_at_exit() -> None:
+    """The task ends only when the main thread is in the exit hook, waiting for it."""
+    code = """
+        def task():
+            say_when_blocked()
+            await_main_thread_in("_stop_all")
+            say("ran")
+
+        enqueue(0, task)
+        try:
+            worker.close()
+        except KeyboardInterrupt:
+            say("interrupted")
+    """
+    process = start(code)
+    interrupt(process)
+    assert end(process) == ["interrupted", "ran"]
 
 
 FORK = """

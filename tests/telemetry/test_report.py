@@ -111,20 +111,20 @@ def test_equality_is_by_value_of_every_field() -> None:
         hash(Report())
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_t8_numbers_keep_their_domain(name: str) -> None:
-    report = Report()
-    with pytest.raises(ValueError, match=name):
-        setattr(report, name, -1)
-    for odd in (True, 1.0, None, "1", Stats()):
-        with pytest.raises(TypeError, match=name):
-            setattr(report, name, odd)
-    assert report == Report()
-    setattr(report, name, 1 << 200)
-    assert getattr(report, name) == U64_MAX
-    for bad, error in ((U64_MAX + 1, ValueError), (-1, ValueError), (True, TypeError)):
-        with pytest.raises(error, match=name):
-            Report(**{name: bad})  # type: ignore[arg-type]
+def test_t8_numbers_keep_their_domain() -> None:
+    for name in NUMBERS:
+        report = Report()
+        with pytest.raises(ValueError, match=name):
+            setattr(report, name, -1)
+        for odd in (True, 1.0, None, "1", Stats()):
+            with pytest.raises(TypeError, match=name):
+                setattr(report, name, odd)
+        assert report == Report()
+        setattr(report, name, 1 << 200)
+        assert getattr(report, name) == U64_MAX
+        for bad, error in ((U64_MAX + 1, ValueError), (-1, ValueError), (True, TypeError)):
+            with pytest.raises(error, match=name):
+                report_of({name: bad})
 
 
 def test_other_fields_keep_their_type() -> None:
