@@ -53,6 +53,55 @@ def fork_and_stay():
             signal.pause()
 """
 
+# On top of OWNER: children of the worker, and what they answer.
+FORKS = (
+    OWNER
+    + """
+import contextlib, gc, json, sys, time
+ANSWER = 900
+def child(action, fork=os.fork):
+    'Run `action` in a forked child; what it returned or raised.'
+    there, here = os.pipe()
+    pid = fork()
+    if pid == 0:
+        signal.alarm(30)
+        os.dup2(here, ANSWER)
+        os.close(here)
+        try:
+            value = action()
+        except BaseException as error:
+            value = f"{type(error).__qualname__}: {error}"
+        os.write(ANSWER, json.dumps(value, default=repr).encode())
+        os._exit(0)
+    os.close(here)
+    with open(there, "rb") as answer:
+        text = answer.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "the child did not end well"
+    return json.loads(text)
+def daemon(action):
+    'As daemons do: a session, a second fork, all descriptors closed, other files on their numbers.'
+    def first():
+        os.setsid()
+        return child(second)
+    def second():
+        os.closerange(3, ANSWER)
+        files = [os.open(os.devnull, os.O_RDWR) for _ in range(50)]
+        value = action()
+        return value, {os.readlink(f"/proc/self/fd/{fd}") for fd in files} == {os.devnull}
+    return child(first)
+def attempt(action):
+    'The kind of error that it ends in.'
+    try:
+        return action()
+    except shmcache.ContractError as error:
+        return type(error).__qualname__
+def device():
+    return pool.report().current_device_bytes
+def pids():
+    return sorted(owner.pid for owner in pool.owners())
+"""
+)
+
 # What is taken from a judge after it has opened the pool.
 JUDGES = {
     "sees all": [],
@@ -92,6 +141,11 @@ def verdicts(judges: dict[str, Worker], pid: int) -> dict[str, str]:
     for title, judge in judges.items():
         (found[title],) = judge.call(code, pid=pid)
     return found
+
+
+def slots(pool: shmcache.CacheResidencyPool) -> set[int]:
+    """Pids in the owner table, the test's own left out; looking does not sweep."""
+    return {owner.pid for owner in pool.owners()} - {os.getpid()}
 
 
 def waiter_flags(path: Path) -> int:

@@ -21,9 +21,8 @@ from shmcache import (
     SegmentError,
 )
 from tests.pool.raw import Segment
-from tests.process.conftest import LIMITS
 from tests.process.probe import holding
-from tests.process.scenes import OWNER
+from tests.process.scenes import LIMITS, OWNER
 from tests.support import Worker, wait_until
 
 # ---- C23: a report is of one instant -----------------------------------------------------------

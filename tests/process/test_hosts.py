@@ -13,18 +13,11 @@ import pytest
 
 from shmcache import CacheResidencyPool, SegmentError, bounds
 from shmcache.pool import names
-from tests.process import kernel
-from tests.process.conftest import LIMITS, RUN
-from tests.process.scenes import OWNER
-from tests.process.test_liveness import needs_filters
+from tests.process.conftest import RUN, needs_filters, needs_mounts, needs_namespaces
+from tests.process.scenes import LIMITS, OWNER
 from tests.support import Worker, process_state, wait_until
 
 MIB = 1 << 20
-
-needs_mounts = pytest.mark.skipif(
-    not kernel.can_unshare(kernel.NEW_MOUNTS),
-    reason="this user may not make mount namespaces (needs root)",
-)
 
 SETUP = (
     OWNER
@@ -223,10 +216,7 @@ def test_c28_more_than_the_memory_limit(pool_name: str) -> None:
         assert worker.step("write_arena") is True
 
 
-@pytest.mark.skipif(
-    not kernel.can_unshare(kernel.NEW_MOUNTS, kernel.NEW_PIDS),
-    reason="this user may not make pid namespaces (needs root)",
-)
+@needs_namespaces
 def test_c69_a_container_restarts_inside_its_memory_limit(pool_name: str) -> None:
     """The pages of the dead container's pool are still charged to it: they go before new ones."""
     with contextlib.ExitStack() as stack, memory_limit(112 * MIB) as group:

@@ -16,19 +16,11 @@ import pytest
 
 from shmcache import CacheResidencyPool
 from tests.process import kernel, scenes
-from tests.process.conftest import RUN
+from tests.process.conftest import RUN, needs_namespaces
 from tests.process.probe import compile_probe
 from tests.support import Worker, process_state, wait_until
 
 ALIVE, DEAD, UNKNOWN = "alive", "dead", "unknown"
-
-needs_namespaces = pytest.mark.skipif(
-    not kernel.can_unshare(kernel.NEW_MOUNTS, kernel.NEW_PIDS),
-    reason="this user may not make pid and mount namespaces (needs root)",
-)
-needs_filters = pytest.mark.skipif(
-    not kernel.can_refuse_calls(), reason="system call numbers of this machine are not known here"
-)
 
 State = Callable[[Worker], Callable[[], None] | None]  # brings it about; returns what undoes it
 

@@ -11,8 +11,8 @@ import pytest
 
 from shmcache import CachePoolUsage, CacheResidencyPool
 from tests.process import kernel
+from tests.process.conftest import needs_namespaces
 from tests.process.scenes import LIMITS, OWNER
-from tests.process.test_liveness import needs_namespaces
 from tests.support import Worker, process_state, wait_until
 
 SETUP = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shmcache import CachePoolUsage, CacheResidencyPool
-from tests.process.test_fork import FORKS, slots
+from tests.process.scenes import FORKS, slots
 from tests.support import ROOT, SHM, Worker, process_state, wait_until
 
 

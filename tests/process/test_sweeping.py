@@ -15,9 +15,8 @@ import pytest
 
 import shmcache
 from shmcache import CachePoolUsage, CacheResidencyPool
-from tests.process.conftest import LIMITS
 from tests.process.probe import ENGINE, Probe, compile_probe, holding
-from tests.process.scenes import OWNER, probe_verdict
+from tests.process.scenes import LIMITS, OWNER, probe_verdict
 from tests.support import Worker
 
 MANY = 300  # reservations: more than the 128 that one chunk of a cleaning gives back
