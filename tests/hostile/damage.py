@@ -17,7 +17,7 @@ import random
 import signal
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import shmcache as sc
 from shmcache import _core
@@ -91,29 +91,33 @@ def mutations(segment: mmap.mmap, area: str, rng: random.Random) -> Iterator[tup
 
 def use(name: str, *, refused: bool) -> None:
     """Everything a worker and an operator do; only typed errors may come out."""
-    usage = sc.CachePoolUsage(host_bytes=1, disk_bytes=2)
     for open_pool in (sc.CacheResidencyPool.attach, sc.CacheResidencyPool.observe):
         try:
             pool = open_pool(name)
         except (sc.SegmentError, sc.CachePoolError):
             continue
         assert not refused, "a damaged header was accepted"
-        calls = [
-            pool.report,
-            lambda pool=pool: pool.reserve(usage).release(),
-            lambda pool=pool: pool.update_manager(5, usage),
-            lambda pool=pool: pool.register_manager(None).release(),
-            lambda pool=pool: pool.register_manager(12345),
-            pool.owners,
-            pool.sweep,
-            pool.verify,
-            pool.report,
-            lambda pool=pool: repr(pool),
-        ]
-        for call in calls:
+        for call in calls(pool):
             with contextlib.suppress(sc.SegmentError, sc.CachePoolError, TypeError):
                 call()
         pool.close()
+
+
+def calls(pool: sc.CacheResidencyPool) -> list[Callable[[], object]]:
+    """One of each."""
+    usage = sc.CachePoolUsage(host_bytes=1, disk_bytes=2)
+    return [
+        pool.report,
+        lambda: pool.reserve(usage).release(),
+        lambda: pool.update_manager(5, usage),
+        lambda: pool.register_manager(None).release(),
+        lambda: pool.register_manager(12345),
+        pool.owners,
+        pool.sweep,
+        pool.verify,
+        pool.report,
+        lambda: repr(pool),
+    ]
 
 
 if __name__ == "__main__":
