@@ -37,7 +37,7 @@ def main() -> None:
     """Damage every place of the area, one after the other."""
     name, area, seed = sys.argv[1:]
     faulthandler.enable()
-    _core.LOCK_DEADLINE_NS = 50_000_000  # a damaged lock word looks like a stopped holder
+    vars(_core)["LOCK_DEADLINE_NS"] = 50_000_000  # a damaged lock word looks like a stopped holder
     path = segment_path(name)
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as segment:
         whole = bytes(segment)
