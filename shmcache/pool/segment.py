@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -181,9 +182,9 @@ def _turn_to_build(name: str) -> Iterator[None]:
     holder is stopped) or the gate is a stranger's.
     """
     gate = SHM_DIRECTORY / f"{TEMPORARY_PREFIX}{name}"
-    fd, seen, patient_ns = -1, -1, 0
+    entered, seen, patient_ns = None, -1, 0
     try:
-        while (fd := _enter(gate)) < 0:
+        while (entered := _enter(gate)) is None:
             if os.path.lexists(segment_path(name)):
                 raise SegmentError.Exists(name)
             allocated = _allocated_for_new()
@@ -194,21 +195,33 @@ def _turn_to_build(name: str) -> Iterator[None]:
             time.sleep(_GATE_POLL_SECONDS)
         yield
     finally:
-        if fd >= 0:
-            gate.unlink(missing_ok=True)
-            os.close(fd)
+        if entered is not None:
+            with entered:
+                gate.unlink(missing_ok=True)
 
 
-def _enter(gate: Path) -> int:
-    """A descriptor of the gate with its name locked; -1 when somebody else has that."""
+def _enter(gate: Path) -> io.FileIO | None:
+    """The gate with its name locked; None when somebody else has that.
+
+    An object, not a descriptor: one that an interrupt loses is closed, and its lock with it. Else
+    the next create of this process would wait for the lock of the one before.
+    """
     try:
-        fd = os.open(gate, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        file = io.FileIO(gate, "r+", opener=_open_gate)
     except OSError:
-        return -1
-    if lock_name(fd) and has_name(fd, gate):
-        return fd
-    os.close(fd)
-    return -1
+        return None
+    try:
+        if lock_name(file.fileno()) and has_name(file.fileno(), gate):
+            return file
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return None
+
+
+def _open_gate(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 def _allocated_for_new() -> int:

@@ -1,5 +1,6 @@
 """Creators, users and leavers that end half-way, or as they should (C06, C41, C42)."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -46,15 +47,12 @@ def create_until(name: str, at: int, number: int, how: str) -> list[int]:
     make = getattr(CacheResidencyPool, how)
     code = 1
     try:
-        sys.settrace(trace)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
+            sys.settrace(trace)
             make(name, LIMITS, **SMALL)
-        finally:
-            sys.settrace(None)
-        code = 0
-    except KeyboardInterrupt:
-        if made:
-            code = 0  # it came too late: the pool was handed out
+        sys.settrace(None)
+        if len(seen) < at or made:  # or it came too late: the pool was handed out
+            code = 0
         else:
             make(name, LIMITS, **SMALL).close()
             code = 3
@@ -70,7 +68,7 @@ def test_a_creator_may_end_at_any_line_c42(
 ) -> None:
     """Whatever it leaves, the next start needs no help, and clears away what was being built."""
     children: list[int] = []
-    with Worker("import os, signal, sys", ATTACH, create_until) as nursery:
+    with Worker("import contextlib, os, signal, sys", ATTACH, create_until) as nursery:
         code = -1
         while code != 0:
             child, code = nursery.call(
