@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shmcache.bounds import I32_MAX, I32_MIN, I64_MAX, I64_MIN, U32_MAX, U64_MAX
 from shmcache.errors import CachePolicyError, PromptCacheError
 from shmcache.policy.attention import AttentionPolicy
+from shmcache.policy.fingerprints import prompt_cache_token_fingerprint
 from shmcache.policy.identity import CacheRankIdentity
 from shmcache.policy.json_text import read_json, write_json
 from shmcache.policy.layer import LayerCachePolicy
@@ -371,9 +372,12 @@ def test_compatibility_with_tokens() -> None:
             manifest.validate_compatibility(expected, tokens)
     with pytest.raises(ValueError, match="token id"):
         manifest.validate_compatibility(expected, [-1])
-    forged = msgspec.structs.replace(manifest, total_prefix_tokens=6, prefix_sha256="0" * 64)
-    with refused(PromptCacheError.PrefixIdentityMismatch()):
-        forged.validate_compatibility(expected, PREFIX)
+    for tokens in (PREFIX, PREFIX[:5]):  # a hash of five tokens, and six that the blocks hold
+        forged = msgspec.structs.replace(
+            manifest, prefix_sha256=prompt_cache_token_fingerprint(PREFIX[:5])
+        )
+        with refused(PromptCacheError.PrefixIdentityMismatch()):
+            forged.validate_compatibility(expected, tokens)
 
 
 def test_compatibility_field_by_field() -> None:
