@@ -33,11 +33,6 @@ static inline int shmc_load_int(const int *word)
     return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
 
-static inline void shmc_store_relaxed(uint64_t *word, uint64_t value)
-{
-    __atomic_store_n(word, value, __ATOMIC_RELAXED);
-}
-
 static inline void shmc_store_release(uint64_t *word, uint64_t value)
 {
     __atomic_store_n(word, value, __ATOMIC_RELEASE);
@@ -51,11 +46,6 @@ static inline uint64_t shmc_or_seq_cst(uint64_t *word, uint64_t bits)
 static inline uint64_t shmc_and_seq_cst(uint64_t *word, uint64_t bits)
 {
     return __atomic_fetch_and(word, bits, __ATOMIC_SEQ_CST);
-}
-
-static inline uint64_t shmc_load_seq_cst(const uint64_t *word)
-{
-    return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
 static inline uint32_t shmc_add32_seq_cst(uint32_t *word, uint32_t value)

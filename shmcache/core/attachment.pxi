@@ -39,8 +39,9 @@ cdef class Attachment:
         cdef shmc_refusal refusal
         cdef int status = shmc_open(fd, owns_slot, &self._handle, &refusal)
         if status != SHMC_OK:
+            error = _open_error(status, &refusal, "open")  # before anything can change errno
             os.close(fd)
-            raise _open_error(status, &refusal, "open")
+            raise error
         cdef const shmc_header *header = shmc_header_of(self._handle)
         self._fd = fd
         self._owns_slot = owns_slot
@@ -76,13 +77,19 @@ cdef class Attachment:
         status = shmc_perform(self._handle, request, 0)
         if status == SHMC_BUSY or status == SHMC_FORKED or status == SHMC_NOT_JOINED:
             status = self._run_slowly(request, status)
+            if status == SHMC_BUSY:
+                raise self._lock_held()
         if self._pending_count:
             self._drain()
         return status
 
     cdef int _run_slowly(self, shmc_request *request, int status) except -1:
+        """The final status; BUSY when the lock stayed taken up to the deadline.
+
+        The wait is counted in slices and not by a clock: a waiter that was stopped, or a host that
+        slept, has not waited, and finds the lock free.
+        """
         cdef uint64_t waited_ns = 0
-        cdef uint64_t started_ns
         cdef uint32_t era = self._era
         self._calls += 1
         try:
@@ -95,15 +102,12 @@ cdef class Attachment:
                     if not self._owns_slot or request.operation == SHMC_OP_JOIN:
                         return status
                     self._join()
-                elif status != SHMC_BUSY:
+                elif status != SHMC_BUSY or waited_ns >= <uint64_t>LOCK_DEADLINE_NS:
                     return status
-                elif waited_ns >= <uint64_t>LOCK_DEADLINE_NS:
-                    raise self._lock_held(waited_ns)
-                started_ns = time.monotonic_ns()
                 with nogil:
                     status = shmc_perform(self._handle, request, SLICE_NS)
                 if status == SHMC_BUSY:
-                    waited_ns += time.monotonic_ns() - started_ns
+                    waited_ns += SLICE_NS
                     era = self._serve_signals()
         finally:
             if era == self._era:
@@ -128,7 +132,7 @@ cdef class Attachment:
             raise SegmentError.Closed(self.name)
         return self._era
 
-    cdef object _lock_held(self, uint64_t waited_ns):
+    cdef object _lock_held(self):
         cdef int tid = shmc_lock_holder(self._handle)
         pid, state = tid, "unknown"
         try:
@@ -137,7 +141,7 @@ cdef class Attachment:
             pid, state = int(fields["Tgid"]), fields["State"].split()[0]
         except (OSError, KeyError, ValueError, IndexError):
             pass
-        return SegmentError.LockHeld(pid, state, waited_ns)
+        return SegmentError.LockHeld(pid, state, LOCK_DEADLINE_NS)
 
     cdef int _join(self) except -1:
         cdef shmc_request request
@@ -159,6 +163,9 @@ cdef class Attachment:
         if not shmc_descriptor_intact(self._handle):
             # It was closed, and perhaps reused, by whoever forked: daemons close everything.
             fd = self._find_again()
+            if self._closed:
+                close_descriptor(fd)  # by another thread, or by a signal handler
+                raise SegmentError.Closed(self.name)
             if shmc_is_mine(self._handle):
                 close_descriptor(fd)  # another thread was faster in finding it
                 return 0
@@ -366,21 +373,32 @@ cdef class Attachment:
 
     def _owner_rows(self):
         """(slot, state, nonce, pid, start ticks, attach sequence, verdict) of each slot in use."""
-        cdef shmc_owner_view view
-        cdef uint32_t slot
+        cdef shmc_owner_view *views
+        cdef int *verdicts
+        cdef uint32_t slot, k, count = 0
         self._ready()
-        rows = []
-        for slot in range(shmc_header_of(self._handle).geometry.owners_max):
-            if shmc_owner_view_of(self._handle, slot, &view):
-                rows.append((slot, view.state, view.nonce, view.pid, view.start_ticks,
-                             view.attach_seq, shmc_owner_verdict(self._handle, &view)))
-        return rows
+        views = <shmc_owner_view *>calloc(self._owners_max(), sizeof(shmc_owner_view))
+        verdicts = <int *>calloc(self._owners_max(), sizeof(int))
+        try:
+            if views == NULL or verdicts == NULL:
+                raise MemoryError()
+            # No Python object is made meanwhile: the collector may run code that closes the pool.
+            for slot in range(self._owners_max()):
+                if shmc_owner_view_of(self._handle, slot, &views[count]):
+                    verdicts[count] = shmc_owner_verdict(self._handle, &views[count])
+                    count += 1
+            return [(views[k].slot, views[k].state, views[k].nonce, views[k].pid,
+                     views[k].start_ticks, views[k].attach_seq, verdicts[k])
+                    for k in range(count)]
+        finally:
+            free(views)
+            free(verdicts)
 
     def _owner_pidfd(self, uint32_t slot, nonce):
         """A descriptor that is readable once this owner is dead, or -1; belongs to the handle."""
         cdef shmc_owner_view view
         self._ready()
-        if slot >= self._capacity(2) or not shmc_owner_view_of(self._handle, slot, &view):
+        if slot >= self._owners_max() or not shmc_owner_view_of(self._handle, slot, &view):
             return -1
         if view.nonce != nonce:
             return -1
@@ -409,7 +427,7 @@ cdef class Attachment:
         cdef shmc_owner_view *dead
         cdef uint32_t count, k
         self._ready()
-        count = self._capacity(2)
+        count = self._owners_max()
         dead = <shmc_owner_view *>calloc(count, sizeof(shmc_owner_view))
         if dead == NULL:
             raise MemoryError()
@@ -420,10 +438,15 @@ cdef class Attachment:
             free(dead)
 
     def _reclaim(self, uint32_t slot, nonce):
-        """Empty one owner's slot in chunks; returns how many entries this call gave back."""
+        """Empty one owner's slot in chunks; returns (entries, usage) that this call gave back.
+
+        None when others did all of it.
+        """
         cdef shmc_request request
         cdef uint64_t released = 0
-        cdef int status
+        cdef uint64_t[AXES] usage
+        cdef int status, axis
+        memset(usage, 0, sizeof(usage))
         memset(&request, 0, sizeof(request))
         request.owner_slot = slot
         request.owner_nonce = nonce
@@ -432,12 +455,16 @@ cdef class Attachment:
         request.operation = SHMC_OP_RECLAIM_STEP
         while status == SHMC_OK or status == SHMC_MORE:
             status = self._run(&request)
+            if status != SHMC_OK and status != SHMC_MORE:
+                break
             released += request.released
+            for axis in range(AXES):
+                usage[axis] += request.usage[axis]
             if status == SHMC_OK:
-                return released
+                return released, _make_usage(usage)
         if status != SHMC_STALE:
             raise _error(self, status, &request)
-        return released
+        return (released, _make_usage(usage)) if released else None
 
     def _sweep(self):
         """Reclaim every dead owner; returns how many there were."""
@@ -498,6 +525,9 @@ cdef class Attachment:
         self._ready()
         return shmc_attach_seq(self._handle)
 
+    cdef uint32_t _owners_max(self) noexcept:
+        return shmc_header_of(self._handle).geometry.owners_max
+
     def _capacity(self, int table):
         """Of the managers (0), reservations (1) or owners (2) table."""
         self._ready()
@@ -533,9 +563,9 @@ cdef class Attachment:
 
     def _wait_end(self):
         """Leave the threads that wait for capacity."""
-        if self._waiting and not self._closed:
+        if self._waiting:
             self._waiting -= 1
-            if self._waiting == 0:
+            if self._waiting == 0 and not self._closed:
                 shmc_waiter_set(self._handle, False)
 
     def _wait_release(self, uint32_t seen, uint64_t wait_ns):

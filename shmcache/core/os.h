@@ -42,8 +42,6 @@ bool shmc_os_read_at(int fd, void *buffer, uint64_t bytes, uint64_t offset);
  * failure. */
 void *shmc_os_map(int fd, uint64_t bytes);
 void shmc_os_unmap(void *address, uint64_t bytes);
-/* Backs a mapped range with memory now, so that no later touch can fail. Best effort. */
-void shmc_os_populate(void *address, uint64_t bytes);
 /* One private page that fork replaces by zeroes; NULL when the kernel cannot. */
 uint64_t *shmc_os_fork_page(void);
 
@@ -65,8 +63,7 @@ bool shmc_os_lock_byte(int fd, uint64_t byte);
 enum shmc_answer shmc_os_byte_locked(int fd, uint64_t byte);
 
 int shmc_os_pidfd_open(pid_t pid); /* -1 and errno */
-/* Which of the descriptors (negative ones are ignored) report a dead process; one system call. */
-void shmc_os_poll_dead(const int *pidfds, bool *dead, uint32_t count);
+bool shmc_os_is_dead(int pidfd);   /* whether it reports the end of its process */
 uint64_t
 shmc_os_pidfs_inode(int pidfd); /* 0 when the kernel's pidfds have no identity of their own */
 bool shmc_os_process_exists(pid_t pid); /* signal 0; EPERM counts as existing */

@@ -29,9 +29,6 @@
 
 #include "layout.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 #define PIDFS_MAGIC            0x50494446
 #define PATH_BYTES             64
 #define STAT_BYTES             1024
@@ -91,11 +88,6 @@ void *shmc_os_map(int fd, uint64_t bytes)
 void shmc_os_unmap(void *address, uint64_t bytes)
 {
     munmap(address, bytes);
-}
-
-void shmc_os_populate(void *address, uint64_t bytes)
-{
-    (void)madvise(address, bytes, MADV_POPULATE_WRITE);
 }
 
 static void *map_private_page(int sharing)
@@ -267,14 +259,10 @@ int shmc_os_pidfd_open(pid_t pid)
     return (int)syscall(SYS_pidfd_open, pid, 0);
 }
 
-void shmc_os_poll_dead(const int *pidfds, bool *dead, uint32_t count)
+bool shmc_os_is_dead(int pidfd)
 {
-    struct pollfd polls[SHMC_OWNERS_LIMIT];
-    for (uint32_t i = 0; i < count; i++)
-        polls[i] = (struct pollfd){.fd = pidfds[i], .events = POLLIN};
-    int ready = poll(polls, count, 0);
-    for (uint32_t i = 0; i < count; i++)
-        dead[i] = ready > 0 && (polls[i].revents & POLLIN) != 0;
+    struct pollfd look = {.fd = pidfd, .events = POLLIN};
+    return poll(&look, 1, 0) > 0 && (look.revents & POLLIN) != 0;
 }
 
 uint64_t shmc_os_pidfs_inode(int pidfd)

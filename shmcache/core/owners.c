@@ -17,7 +17,7 @@
  * Concurrency The pidfd cache belongs to the handle: calls that take verdicts are serialised by
  *             callers.
  * Death       A dead cleaner leaves CLEANING; shmc_find_dead() offers such slots to everyone.
- * Cost        find_dead: one poll over cached pidfds plus one lock query per live owner.
+ * Cost        find_dead: three short system calls per owner.
  * Source      research on pidfds; LMDB's reader check (recheck under the lock), iceoryx2's
  *             cleaners.
  */
@@ -176,11 +176,9 @@ static bool errno_proves_death(int error)
 static enum shmc_verdict verdict_by_pidfd(const struct shmc_handle *handle,
                                           const struct shmc_owner_view *view, int pidfd)
 {
-    bool dead = false;
     if (pidfd < 0)
         return errno_proves_death(errno) ? SHMC_DEAD : verdict_without_pidfd(handle, view);
-    shmc_os_poll_dead(&pidfd, &dead, 1);
-    return dead ? SHMC_DEAD : exec_verdict(handle, view);
+    return shmc_os_is_dead(pidfd) ? SHMC_DEAD : exec_verdict(handle, view);
 }
 
 #endif
@@ -238,13 +236,14 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
         return SHMC_OWNERS_FULL;
     struct shmc_owner *owner = &handle->owners[slot];
     SHMC_CHECK(owner->held == 0);
-    shmc_store_relaxed(&owner->nonce, handle->nonce);
-    shmc_store_relaxed(&owner->pid, handle->pid);
-    shmc_store_relaxed(&owner->start_ticks, handle->start_ticks);
-    shmc_store_relaxed(&owner->pidfs_inode, handle->pidfs_inode);
-    shmc_store_relaxed(&owner->attach_seq, control->attach_seq + 1);
-    shmc_store_relaxed(&owner->exec_locked, handle->exec_locked);
-    shmc_store_relaxed(&owner->path_bytes, 0);
+    /* The nonce first, each in order: shmc_owner_view() reads without the lock. */
+    shmc_store_release(&owner->nonce, handle->nonce);
+    shmc_store_release(&owner->pid, handle->pid);
+    shmc_store_release(&owner->start_ticks, handle->start_ticks);
+    shmc_store_release(&owner->pidfs_inode, handle->pidfs_inode);
+    shmc_store_release(&owner->attach_seq, control->attach_seq + 1);
+    shmc_store_release(&owner->exec_locked, handle->exec_locked);
+    shmc_store_release(&owner->path_bytes, 0);
     shmc_redo_begin(handle, SHMC_OP_JOIN);
     shmc_redo_put(handle, &owner->state, SHMC_OWNER_ACTIVE);
     shmc_redo_put(handle, &control->attach_seq, control->attach_seq + 1);
@@ -281,10 +280,12 @@ enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle, struct sh
     return SHMC_OK;
 }
 
-/* Releases the entry at the cursor if it is the slot's. The cursor runs over both tables. */
-static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot, uint64_t cursor,
-                                   uint64_t *released)
+/* Releases the entry at the cursor if it is the slot's, and notes what that gave back. The cursor
+ * runs over both tables. */
+static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot,
+                                   struct shmc_request *request)
 {
+    uint64_t cursor = request->cursor;
     bool manager = cursor < handle->managers.max;
     struct shmc_table *table = manager ? &handle->managers : &handle->reservations;
     uint64_t index = manager ? cursor : cursor - handle->managers.max;
@@ -294,9 +295,12 @@ static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot, ui
     struct shmc_token token = {.index = index, .generation = entry->generation};
     enum shmc_status status = manager ? shmc_accounts_release_manager(handle, slot, token)
                                       : shmc_accounts_release_reservation(handle, slot, token);
-    if (status == SHMC_OK)
-        (*released)++;
-    return status;
+    if (status != SHMC_OK)
+        return status;
+    request->released++;
+    for (uint32_t axis = 0; axis < SHMC_AXES; axis++)
+        request->usage[axis] += entry->usage[axis]; /* a FREE entry keeps its payload till reuse */
+    return SHMC_OK;
 }
 
 /* Whether the slot's entries are as many as its held word says, wherever they are. */
@@ -326,6 +330,7 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
 {
     uint32_t slot = request->owner_slot;
     request->released = 0;
+    memset(request->usage, 0, sizeof request->usage);
 #ifdef SHMC_MUTANT_UNFENCED_CLEANING
     if (slot >= handle->header.geometry.owners_max)
         return SHMC_STALE;
@@ -347,7 +352,7 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
         }
         if (looked == STEP_ENTRIES_MAX || request->released == STEP_RELEASES_MAX)
             return SHMC_MORE;
-        enum shmc_status status = release_at(handle, slot, request->cursor, &request->released);
+        enum shmc_status status = release_at(handle, slot, request);
         if (status != SHMC_OK)
             return status == SHMC_STALE ? SHMC_CORRUPT : status;
         request->cursor++;

@@ -150,9 +150,10 @@ enum shmc_operation {
     SHMC_OP_REPORT,              /* out: report */
     SHMC_OP_HELD,                /* in: held_rows[owners_max]; out: rows filled */
     SHMC_OP_RECLAIM_BEGIN,       /* in: owner_slot, owner_nonce */
-    SHMC_OP_RECLAIM_STEP, /* in: owner_slot, owner_nonce, cursor; MORE until the slot is FREE */
-    SHMC_OP_RETIRE,       /* in: attach_seq as the caller saw it */
-    SHMC_OP_CHECK,        /* in: problems[problems_max]; out: problems_count */
+    /* in: owner_slot, owner_nonce, cursor; out: released, usage; MORE until the slot is FREE */
+    SHMC_OP_RECLAIM_STEP,
+    SHMC_OP_RETIRE, /* in: attach_seq as the caller saw it */
+    SHMC_OP_CHECK,  /* in: problems[problems_max]; out: problems_count */
     SHMC_OPERATIONS,
 };
 

@@ -254,14 +254,14 @@ class CacheResidencyPool(_core.Attachment):
         )
 
     def sweep(self) -> tuple[ReclaimedOwner, ...]:
-        """Give back everything held by owners that are proved dead; returns what was given back."""
-        dead = self._find_dead()
-        if not dead:
-            return ()
-        held = self._held_rows()
+        """Give back everything held by owners that are proved dead; returns what was given back.
+
+        Of an owner that several sweep at once, each returns the part that it gave back itself.
+        """
         return tuple(
-            ReclaimedOwner(slot, pid, nonce, self._reclaim(slot, nonce), held[slot][2])
-            for slot, nonce, pid in dead
+            ReclaimedOwner(slot, pid, nonce, *given_back)
+            for slot, nonce, pid in self._find_dead()
+            if (given_back := self._reclaim(slot, nonce)) is not None
         )
 
     def verify(self) -> VerifyReport:

@@ -5,10 +5,12 @@ a process that was frozen inside a call of the engine.
 """
 
 import gc
+import itertools
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -282,6 +284,26 @@ def test_a_handler_that_raises_ends_the_call(
         wait_in_the_lock(pool)
     let_go(holder)
     assert host_bytes(pool) == 0
+
+
+def test_time_that_a_waiter_did_not_wait_is_not_counted(
+    pool: CacheResidencyPool,
+    holder: Worker,
+    on_signal: OnSignal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stopped for an hour inside a slice, it gave up and blamed whoever held the lock then."""
+    now, leaps = time.monotonic_ns, itertools.count(1)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now() + next(leaps) * 3600 * 10**9)
+    done: list[bool] = []
+
+    def handle() -> None:
+        let_go(holder)
+        done.append(True)
+
+    on_signal(handle)
+    with Interruption(lambda: done):
+        assert wait_in_the_lock(pool) == 0
 
 
 def test_a_release_that_is_interrupted_still_happens(
