@@ -20,7 +20,9 @@ import contextlib
 import fcntl
 import logging
 import os
+import re
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,9 @@ TEMPORARY_PREFIX = ".shmcache-new."
 _NAME_BYTE = 1 << 62
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
+_LOCK_TRIES = 100
+_LOCK_RETRY_SECONDS = 0.002
+
 # Checks that no process of this host and release will ever pass.
 _HOPELESS = frozenset(
     "size magic version abi checksum geometry boot_id pid_namespace time_namespace".split()
@@ -46,6 +51,11 @@ _log = logging.getLogger("shmcache")
 def segment_path(name: str) -> Path:
     """Where the segment of this pool is."""
     return SHM_DIRECTORY / f"{bounds.SEGMENT_PREFIX}{bounds.pool_name(name)}"
+
+
+def temporary_path(name: str) -> Path:
+    """A fresh path for a segment that is to get this name; /proc shows it to `retire_nameless`."""
+    return SHM_DIRECTORY / f"{TEMPORARY_PREFIX}{os.getpid()}.{os.urandom(8).hex()}.{name}"
 
 
 def segment_names() -> list[str]:
@@ -111,7 +121,8 @@ def collect_leftovers() -> int:
     """Remove temporary files whose creator is gone; returns how many there were."""
     collected = 0
     for path in SHM_DIRECTORY.glob(f"{TEMPORARY_PREFIX}*"):
-        with _locked(path) as fd:
+        # Another user's file, which our group may open, is theirs to remove: /dev/shm is sticky.
+        with _locked(path) as fd, contextlib.suppress(OSError):
             if fd is not None:
                 path.unlink()
                 collected += 1
@@ -149,23 +160,34 @@ def retire_nameless(name: str) -> int:
 
     Somebody (logind's RemoveIPC, an operator) removed the name while processes use the segment. A
     new segment of the name would split the pool unnoticed; retired, its users get a typed error at
-    their next call and attach to the new one.
+    their next call and attach to the new one. A container that shares our processes and has a
+    /dev/shm of its own uses the name for a pool of its own.
     """
     inodes = set()
-    for link in _descriptors_of(f"{segment_path(name)} (deleted)"):
+    device = SHM_DIRECTORY.stat().st_dev
+    for link in _nameless_descriptors(name):
         observer = _core.Attachment()
         with contextlib.suppress(OSError, SegmentError):
             observer._attach(os.open(link, os.O_RDWR | os.O_CLOEXEC), name, CachePoolLimits, False)
-            if observer._state() == _core.STATE_ACTIVE and observer._retire(None):
-                inodes.add(os.fstat(observer.fileno()).st_ino)
+            file = os.fstat(observer.fileno())
+            nameless = file.st_nlink == 0 and file.st_dev == device
+            if nameless and observer._state() == _core.STATE_ACTIVE and observer._retire(None):
+                inodes.add(file.st_ino)
         observer.close()
     if inodes:
         _log.warning("retired %d segment(s) of pool %r whose name was removed", len(inodes), name)
     return len(inodes)
 
 
-def _descriptors_of(target: str) -> Iterator[str]:
-    """/proc paths of all descriptors of the target, while processes come and go."""
+def _nameless_descriptors(name: str) -> Iterator[str]:
+    """/proc paths of descriptors that may be of such segments, while processes come and go.
+
+    /proc shows a file under the path that it was opened by. That is the temporary one in the
+    process that created it, whether or not it has its name.
+    """
+    building = rf"{re.escape(TEMPORARY_PREFIX)}[0-9]+\.[0-9a-f]{{16}}\.{re.escape(name)}"
+    path = rf"{SHM_DIRECTORY}/({re.escape(segment_path(name).name)}|{building}) \(deleted\)"
+    target = re.compile(path)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             links = os.listdir(f"/proc/{pid}/fd")
@@ -173,7 +195,7 @@ def _descriptors_of(target: str) -> Iterator[str]:
             continue  # gone, or somebody else's
         for link in links:
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{link}") == target:
+                if target.fullmatch(os.readlink(f"/proc/{pid}/fd/{link}")):
                     yield f"/proc/{pid}/fd/{link}"
 
 
@@ -187,13 +209,20 @@ def require_ours(fd: int) -> None:
 
 
 def remove_name(name: str, fd: int) -> bool:
-    """Take the name away from the segment behind `fd`; False when it no longer has it."""
+    """Take the name away from the segment behind `fd`; False when it no longer has it.
+
+    Who looks for leftovers holds the name lock for an instant, which is waited out.
+    """
     path = segment_path(name)
-    with _locked(path) as locked:
-        if locked is None or not os.path.samestat(os.fstat(locked), os.fstat(fd)):
-            return False
-        path.unlink()
-        return True
+    for _ in range(_LOCK_TRIES):
+        with _locked(path) as locked:
+            if locked is not None and os.path.samestat(os.fstat(locked), os.fstat(fd)):
+                path.unlink()
+                return True
+        if not has_name(fd, path):
+            break
+        time.sleep(_LOCK_RETRY_SECONDS)
+    return False
 
 
 def remove_any(name: str) -> bool:

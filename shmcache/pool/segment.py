@@ -43,6 +43,7 @@ from shmcache.pool.names import (
     remove_leftover,
     retire_nameless,
     segment_path,
+    temporary_path,
     unlock_name,
 )
 from shmcache.pool.values import CachePoolLimits
@@ -163,7 +164,7 @@ def created_segment(name: str, geometry: SegmentGeometry) -> Iterator[int]:
         if not remove_leftover(name):
             raise SegmentError.Exists(name)
         retire_nameless(name)
-        with built_segment(geometry) as (temporary, fd):
+        with built_segment(name, geometry) as (temporary, fd):
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -187,7 +188,7 @@ def _turn_to_build(name: str) -> Iterator[None]:
         while (entered := _enter(gate)) is None:
             if os.path.lexists(segment_path(name)):
                 raise SegmentError.Exists(name)
-            allocated = _allocated_for_new()
+            allocated = _allocated_for_new(name)
             if allocated != seen:
                 seen, patient_ns = allocated, time.monotonic_ns() + bounds.LOCK_DEADLINE_NS
             elif time.monotonic_ns() > patient_ns:
@@ -224,23 +225,23 @@ def _open_gate(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
-def _allocated_for_new() -> int:
-    """Blocks of all segments in the making."""
+def _allocated_for_new(name: str) -> int:
+    """Blocks of all segments in the making for this name."""
     blocks = 0
-    for path in SHM_DIRECTORY.glob(f"{TEMPORARY_PREFIX}*"):
+    for path in SHM_DIRECTORY.glob(f"{TEMPORARY_PREFIX}*.{name}"):
         with contextlib.suppress(FileNotFoundError):
             blocks += path.lstat().st_blocks
     return blocks
 
 
 @contextlib.contextmanager
-def built_segment(geometry: SegmentGeometry) -> Iterator[tuple[Path, int]]:
-    """A complete segment under a temporary name, which is gone afterwards."""
+def built_segment(name: str, geometry: SegmentGeometry) -> Iterator[tuple[Path, int]]:
+    """A complete segment for this name, under a temporary one, which is gone afterwards."""
     needed = geometry.segment_bytes
     if needed == 0:
         raise SegmentError.Refused("geometry", "sizes within the limits of the engine", geometry)
     require_room(needed, read_host_room(SHM_DIRECTORY))
-    temporary, fd = _open_temporary(geometry.mode)
+    temporary, fd = _open_temporary(name, geometry.mode)
     try:
         os.fchmod(fd, geometry.mode)  # the umask may have taken bits away
         _allocate(fd, needed)
@@ -253,10 +254,10 @@ def built_segment(geometry: SegmentGeometry) -> Iterator[tuple[Path, int]]:
         os.close(fd)
 
 
-def _open_temporary(mode: int) -> tuple[Path, int]:
+def _open_temporary(name: str, mode: int) -> tuple[Path, int]:
     """A new file with its name locked: whoever can lock it later may remove it."""
     while True:
-        temporary = SHM_DIRECTORY / f"{TEMPORARY_PREFIX}{os.getpid()}.{os.urandom(8).hex()}"
+        temporary = temporary_path(name)
         try:
             fd = _open_shared(temporary, flags=posix_ipc.O_CREX, mode=mode)
         except OSError as error:

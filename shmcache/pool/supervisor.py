@@ -180,7 +180,10 @@ class Supervisor:
         """Follow the name; retire what lost it."""
         pool = self._pool
         if not pool.name or names.has_name(pool.fileno(), names.segment_path(pool.name)):
-            return pool.state != "retired"
+            if pool.state != "retired":
+                return True
+            self._tell(SupervisorEventKind.GONE, f"pool {pool.name!r} has ended")
+            return False
         pool._retire(None)
         try:
             successor = CacheResidencyPool.observe(pool.name)
@@ -243,7 +246,7 @@ def recreate(pool: CacheResidencyPool) -> CacheResidencyPool | None:
     None when the name no longer belongs to `pool`. The new segment is whole before it takes the
     name in one step: an attacher finds the old epoch or the new one.
     """
-    with segment.built_segment(pool.geometry()) as (temporary, fd):
+    with segment.built_segment(pool.name, pool.geometry()) as (temporary, fd):
         if not names.replace_name(pool.name, pool.fileno(), temporary):
             return None
         pool._retire(None)

@@ -33,7 +33,7 @@ def create_until(name: str, at: int, number: int, how: str) -> list[int]:
     def trace(frame, event, arg):  # type: ignore[no-untyped-def]
         code = frame.f_code
         ours = code.co_filename.endswith(("pool/segment.py", "pool/names.py", "/pool.py"))
-        if not ours or code.co_name == "_descriptors_of":  # that one is long, and changes nothing
+        if not ours or code.co_name == "_nameless_descriptors":  # long, and changes nothing
             return None
         if event == "return" and code.co_name == how and arg is not None:
             made.append(arg.id)
