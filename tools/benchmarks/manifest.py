@@ -25,7 +25,7 @@ def run() -> list[Row]:
         Row(
             name=f"{_BLOCKS:,} blocks, decode and validate",
             value=both,
-            unit="s",
+            unit="s CPU",
             peer=f"{_TARGET_S:g} s",
             ratio=both / _TARGET_S,
             target="below 1",
@@ -45,7 +45,7 @@ def run() -> list[Row]:
 
 
 def _measured(count: int) -> dict[str, float]:
-    """Seconds of each step for a manifest of `count` blocks; the best of three."""
+    """CPU seconds of each step for a manifest of `count` blocks; the best of three."""
     from shmcache.policy.json_text import read_json
 
     text = _text(count)
@@ -67,9 +67,10 @@ def _measured(count: int) -> dict[str, float]:
 
 
 def _timed(seconds: dict[str, float], name: str, call: Callable[[], _T]) -> _T:
-    started = time.perf_counter()
+    """CPU time: one thread does all of it, and waiting for a busy machine is no cost of ours."""
+    started = time.process_time()
     result = call()
-    seconds[name] = time.perf_counter() - started
+    seconds[name] = time.process_time() - started
     return result
 
 
