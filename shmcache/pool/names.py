@@ -101,15 +101,20 @@ def has_name(fd: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[int | None]:
-    """A descriptor of the file at the path with its name locked; None when that cannot be had."""
+def _locked(path: Path, *, tries: int = 1) -> Iterator[int | None]:
+    """A descriptor of the file at the path with its name locked; None when that cannot be had.
+
+    Who looks for leftovers has the lock for an instant, which more `tries` wait out.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         yield None
         return
     try:
-        yield fd if lock_name(fd) and has_name(fd, path) else None
+        while not (locked := lock_name(fd)) and (tries := tries - 1):
+            time.sleep(_LOCK_RETRY_SECONDS)
+        yield fd if locked and has_name(fd, path) else None
     finally:
         os.close(fd)
 
@@ -132,7 +137,7 @@ def collect_leftovers() -> int:
 def remove_leftover(name: str) -> bool:
     """Remove the file of this name if it is a leftover; whether the name is free now."""
     path = segment_path(name)
-    with _locked(path) as fd:
+    with _locked(path, tries=_LOCK_TRIES) as fd:
         if fd is not None and _is_leftover(fd, name):
             _log.warning("removed %s: no process can attach to it and none holds it", path)
             path.unlink()
@@ -209,20 +214,13 @@ def require_ours(fd: int) -> None:
 
 
 def remove_name(name: str, fd: int) -> bool:
-    """Take the name away from the segment behind `fd`; False when it no longer has it.
-
-    Who looks for leftovers holds the name lock for an instant, which is waited out.
-    """
+    """Take the name away from the segment behind `fd`; False when it no longer has it."""
     path = segment_path(name)
-    for _ in range(_LOCK_TRIES):
-        with _locked(path) as locked:
-            if locked is not None and os.path.samestat(os.fstat(locked), os.fstat(fd)):
-                path.unlink()
-                return True
-        if not has_name(fd, path):
-            break
-        time.sleep(_LOCK_RETRY_SECONDS)
-    return False
+    with _locked(path, tries=_LOCK_TRIES) as locked:
+        if locked is None or not os.path.samestat(os.fstat(locked), os.fstat(fd)):
+            return False
+        path.unlink()
+        return True
 
 
 def remove_any(name: str) -> bool:
@@ -235,7 +233,7 @@ def remove_any(name: str) -> bool:
 def replace_name(name: str, fd: int, temporary: Path) -> bool:
     """Give the name to the file at `temporary`, if the segment behind `fd` still has it."""
     path = segment_path(name)
-    with _locked(path) as locked:
+    with _locked(path, tries=_LOCK_TRIES) as locked:
         if locked is None or not os.path.samestat(os.fstat(locked), os.fstat(fd)):
             return False
         os.rename(temporary, path)

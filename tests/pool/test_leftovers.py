@@ -92,6 +92,28 @@ def test_what_is_no_file_of_ours_is_not_collected(pool_name: str, tmp_path: Path
         folder.rmdir()
 
 
+def test_a_leftover_that_somebody_looks_at_is_waited_for(
+    pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever collects has the name's lock for a moment: no reason to say that a pool exists."""
+    path = segment_path(pool_name)
+    path.write_bytes(b"left over")
+    fd = os.open(path, os.O_RDWR)
+    assert names.lock_name(fd)
+    lock_name, looked = names.lock_name, []
+
+    def let_go_after_a_look(other: int) -> bool:
+        locked = lock_name(other)
+        looked.append(locked)
+        names.unlock_name(fd)
+        return locked
+
+    monkeypatch.setattr(names, "lock_name", let_go_after_a_look)
+    create(pool_name).close()
+    assert False in looked
+    os.close(fd)
+
+
 # ---- a name that was removed while in use --------------------------------------------------------
 
 
