@@ -165,9 +165,12 @@ def test_c48_two_containers_do_not_take_turns(pool_name: str) -> None:
 # ---- time namespaces ---------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
+needs_time = pytest.mark.skipif(
     not kernel.can_unshare(kernel.NEW_TIME), reason="this user may not make time namespaces"
 )
+
+
+@needs_time
 def test_another_time_namespace_is_refused(pool: CacheResidencyPool) -> None:
     """Start times are shifted there: every live owner would look like another process."""
     with Worker(OWNER) as owner, Worker("from tests.process import kernel") as traveller:
@@ -182,6 +185,7 @@ def test_another_time_namespace_is_refused(pool: CacheResidencyPool) -> None:
         assert pool.sweep() == ()
 
 
+@needs_time
 def test_a_pool_made_in_another_time_namespace_is_refused(pool_name: str) -> None:
     """The other way round."""
     with Worker("from tests.process import kernel") as traveller:

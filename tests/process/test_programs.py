@@ -164,7 +164,10 @@ pool = shmcache.CacheResidencyPool.attach(sys.argv[1])
 tokens = [pool.reserve(U(1)), pool.reserve_transfer(2), pool.register_manager(None)]
 pool.update_manager(tokens[2].manager, U(disk_bytes=3))
 def wait():
-    pool.reserve(U(1000), timeout=None)
+    try:
+        pool.reserve(U(1000), timeout=None)
+    except shmcache.SegmentError.Closed:
+        pass  # by the end of the program
 def serve(requests):
     for _ in range(requests):
         with pool.reserve(U(1)):
