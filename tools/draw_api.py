@@ -50,7 +50,7 @@ def section(name: str) -> Iterator[str]:
         return
     yield from rows(value)
     for method, function in methods(value):
-        yield f"- **`{method}{signature(function)}`** {summary(function)}"
+        yield f"- **`{method}{signature(function)}`** {whole(function)}"
     yield ""
 
 
@@ -114,6 +114,11 @@ def summary(value: object) -> str:
     """The docstring's first paragraph on one line."""
     doc = inspect.getdoc(value) or ""
     return " ".join(doc.split("\n\n")[0].split())
+
+
+def whole(value: object) -> str:
+    """The docstring on one line."""
+    return " ".join((inspect.getdoc(value) or "").split())
 
 
 def silent() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from shmcache.workloads.stress import StressOptions, StressProgress, StressRepor
     type=click.FloatRange(0, 1000),
     default=5.0,
     show_default=True,
-    help="Workers killed with SIGKILL, and replaced, a second.",
+    help="Workers killed with SIGKILL, and replaced, a second, at most.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Repeats the decisions of a run.")
 @click.option("--name", type=POOL_NAME, help="Name of the pool to make; default: stress-PID.")
@@ -40,6 +41,9 @@ def stress(seed: int | None, name: str | None, no_supervisor: bool, **options: A
     Example:
       shmcache stress --workers 4 --seconds 10 --kill-rate 5
     """
+    for option in ("seconds", "kill_rate"):
+        if not math.isfinite(options[option]):
+            raise click.BadParameter("not a finite number", param_hint=f"--{option}")
     chosen = StressOptions(
         name=name or f"stress-{os.getpid()}",
         seed=random.SystemRandom().getrandbits(32) if seed is None else seed,

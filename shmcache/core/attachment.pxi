@@ -328,7 +328,9 @@ cdef class Attachment:
     def reserve(self, usage, *, timeout=0):
         """Admit `usage` on all axes or raise the refusal; wait up to `timeout` seconds for room.
 
-        A refusal first reclaims dead owners. `timeout=None` waits for ever; expiry raises it.
+        A refusal first reclaims dead owners. `timeout=None` waits for ever; expiry raises it. The
+        charge lasts as long as the token: `with`, `release()`, or dropping it gives it back. What
+        bounds the wait for the lock itself is LockHeld, after 10 s.
         """
         deadline_ns = 0 if timeout is _AT_ONCE else self._deadline_ns(timeout)
         token = self._reserve_now(usage)

@@ -23,7 +23,10 @@ class CachePoolError(ContractError):
     Poisoned: TypeAlias = "_PoolPoisoned"
 
 
-@variant("the pool limits are invalid: {code}")
+@variant(
+    "the pool limits are invalid: {code}",
+    hint="device_bytes and transfer_in_flight_bytes must be at least 1; the others may be 0",
+)
 class _PoolInvalidLimits(CachePoolError):
     """`code` is `device_bytes_zero` or `transfer_in_flight_bytes_zero`."""
 

@@ -22,7 +22,6 @@ RefusedCheck: TypeAlias = Literal[
     "limits",
     "geometry",
     "robust_mutex",
-    "name",
 ]
 
 _RECREATE = "destroy it (`shmcache destroy`) and create it again"
@@ -41,7 +40,6 @@ _REFUSED_HINTS: dict[str, str] = {
     "limits": "ask for the limits it was created with, or attach without naming any",
     "geometry": "ask for the sizes it was created with, or attach without naming any",
     "robust_mutex": "this libc or kernel cannot recover a lock whose holder was killed",
-    "name": "the file says it belongs to another pool: do not rename or copy segments",
 }
 
 _ERRNO_HINTS: dict[str, str] = {
@@ -74,14 +72,31 @@ class SegmentError(ContractError):
     HostError: TypeAlias = "_SegmentHostError"
 
 
-@variant("a pool named {name!r} exists", hint="attach to it, or destroy it first")
+@variant(
+    "a pool named {name!r} exists", hint="attach to it, open_or_create it, or destroy it first"
+)
 class _SegmentExists(SegmentError):
     name: str
 
 
-@variant("no pool is named {name!r}", hint="create it first; `shmcache list` shows what exists")
+@variant("no pool is named {name!r}", hint="`shmcache list` shows what exists, `create` makes one")
 class _SegmentNotFound(SegmentError):
     name: str
+
+
+def _shown(check: str, expected: object, actual: object) -> tuple[object, object]:
+    """Modes as people write them; of two sets of sizes, only what differs."""
+    if check == "mode" and isinstance(expected, int) and isinstance(actual, int):
+        return oct(expected), oct(actual)
+    fields = getattr(expected, "__struct_fields__", ())
+    if not fields or type(actual) is not type(expected):
+        return expected, actual
+    differing = [field for field in fields if getattr(expected, field) != getattr(actual, field)]
+    expected_text, actual_text = (
+        ", ".join(f"{field} {getattr(value, field)}" for field in differing)
+        for value in (expected, actual)
+    )
+    return expected_text, actual_text
 
 
 @variant("the segment failed the check {check}: expected {expected}, found {actual}")
@@ -91,9 +106,10 @@ class _SegmentRefused(SegmentError):
     actual: object
 
     def __str__(self) -> str:
-        if self.check == "mode" and isinstance(self.expected, int) and isinstance(self.actual, int):
-            return str(SegmentError.Refused(self.check, oct(self.expected), oct(self.actual)))
-        return super().__str__()
+        shown = _shown(self.check, self.expected, self.actual)
+        if shown == (self.expected, self.actual):
+            return super().__str__()
+        return str(SegmentError.Refused(self.check, *shown))
 
     @property
     def hint(self) -> str:
@@ -132,8 +148,8 @@ class _SegmentTableFull(SegmentError):
 
 
 @variant(
-    "process {pid} (state {state}) has held the lock of the pool for {waited_ns} ns",
-    hint="continue it if it is stopped (kill -CONT {pid}); a live holder is never robbed",
+    "process {pid} (state {state}) holds the lock of the pool, waited {waited_ns} ns",
+    hint="continue it if it is stopped (kill -CONT {pid}) or end it: a live holder is never robbed",
 )
 class _SegmentLockHeld(SegmentError):
     """`state` is the letter of /proc/PID/stat, or `unknown`."""
@@ -166,7 +182,7 @@ class _SegmentArenaFull(SegmentError):
 
 @variant(
     "other live processes are attached: {owners}",
-    hint="stop them first, or force; forced, they keep the old memory and miss the new pool",
+    hint="stop them first, or force (--force): they then keep the old memory, and get Retired",
 )
 class _SegmentInUse(SegmentError):
     """`owners` lists pids."""
@@ -193,4 +209,6 @@ class _SegmentHostError(SegmentError):
 
     @property
     def hint(self) -> str:
+        if (self.call, self.errno_name) == ("unlink", "EPERM"):
+            return "only the user who created the pool can remove its name: destroy it as that user"
         return _ERRNO_HINTS.get(self.errno_name, "")

@@ -74,8 +74,9 @@ class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
             ("arena_bytes", self.arena_bytes, 0, bounds.ARENA_BYTES_LIMIT),
         ):
             bounds.bounded(value, what, low, high)
-        if self.mode not in (0o600, 0o640, 0o660):
-            raise ValueError(f"mode must be 0o600, 0o640 or 0o660, not {self.mode:#o}")
+        bounds.bounded(self.mode, "mode", 0, 0o777)
+        if self.mode not in (0o600, 0o660):
+            raise ValueError(f"mode must be 0o600 or 0o660, not {self.mode:#o}")
 
     @property
     def segment_bytes(self) -> int:

@@ -77,6 +77,8 @@ class Supervisor:
         on_poison: Literal["report", "recreate"] = "report",
         on_event: Callable[[SupervisorEvent], None] | None = None,
     ) -> None:
+        if not isinstance(pool, CacheResidencyPool):
+            raise TypeError(f"pool must be a CacheResidencyPool, not {type(pool).__name__}")
         if on_poison not in ("report", "recreate"):
             raise ValueError(f"on_poison must be 'report' or 'recreate', not {on_poison!r}")
         self._pool = _observer_of(pool)
