@@ -186,15 +186,16 @@ def _turn_to_build(name: str) -> Iterator[None]:
     gate = SHM_DIRECTORY / f"{TEMPORARY_PREFIX}{name}"
     entered, seen, patient_ns = None, -1, 0
     try:
-        while (entered := _enter(gate)) is None:
-            if os.path.lexists(segment_path(name)):
-                raise SegmentError.Exists(name)
-            allocated = _allocated_for_new(name)
-            if allocated != seen:
-                seen, patient_ns = allocated, time.monotonic_ns() + bounds.LOCK_DEADLINE_NS
-            elif time.monotonic_ns() > patient_ns:
-                break
-            time.sleep(_GATE_POLL_SECONDS)
+        with contextlib.suppress(OSError):  # a folder, a link, another user's file: no gate
+            while (entered := _enter(gate)) is None:
+                if os.path.lexists(segment_path(name)):
+                    raise SegmentError.Exists(name)
+                allocated = _allocated_for_new(name)
+                if allocated != seen:
+                    seen, patient_ns = allocated, time.monotonic_ns() + bounds.LOCK_DEADLINE_NS
+                elif time.monotonic_ns() > patient_ns:
+                    break
+                time.sleep(_GATE_POLL_SECONDS)
         yield
     finally:
         if entered is not None:
@@ -208,10 +209,7 @@ def _enter(gate: Path) -> io.FileIO | None:
     An object, not a descriptor: one that an interrupt loses is closed, and its lock with it. Else
     the next create of this process would wait for the lock of the one before.
     """
-    try:
-        file = io.FileIO(gate, "r+", opener=_open_gate)
-    except OSError:
-        return None
+    file = io.FileIO(gate, "r+", opener=_open_gate)
     try:
         if lock_name(file.fileno()) and has_name(file.fileno(), gate):
             return file

@@ -13,7 +13,7 @@ import pytest
 from shmcache import CacheResidencyPool
 from tests.process.conftest import needs_namespaces
 from tests.process.scenes import FORKS, slots
-from tests.support import Worker
+from tests.support import Worker, wait_until
 
 # ---- what a child inherits ---------------------------------------------------------------------
 
@@ -212,6 +212,8 @@ import subprocess
 stranger = subprocess.Popen(["sleep", "1000"], close_fds=False)
 stranger.pid
 """)
+    comm = Path(f"/proc/{pid}/comm")
+    wait_until(lambda: comm.read_text() == "sleep\n", "the stranger is another program")
     links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     assert links
     assert str(path) not in links

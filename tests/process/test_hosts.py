@@ -202,6 +202,21 @@ def test_c08_a_builder_that_is_stopped_or_killed_is_not_waited_for(
     finally:
         os.close(fd)
         gate.unlink()
+    CacheResidencyPool.destroy(pool_name)
+
+
+def test_c08_what_is_no_gate_stands_in_nobodys_way(
+    pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of that name is not waited for, however long one would wait for a builder."""
+    monkeypatch.setattr(bounds, "LOCK_DEADLINE_NS", 10**12)
+    gate = names.SHM_DIRECTORY / f"{names.TEMPORARY_PREFIX}{pool_name}"
+    gate.mkdir()
+    try:
+        with CacheResidencyPool.create(pool_name, LIMITS):
+            assert gate.is_dir()
+    finally:
+        gate.rmdir()
 
 
 def test_c28_more_than_the_memory_limit(pool_name: str) -> None:
