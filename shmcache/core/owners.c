@@ -338,9 +338,9 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
     if (!names_owner(handle, request) || handle->owners[slot].state != SHMC_OWNER_CLEANING)
         return SHMC_STALE;
 #endif
-    uint64_t end = handle->managers.max + *handle->reservations.mark;
-    SHMC_CHECK(end <= handle->managers.max + handle->reservations.max);
     SHMC_CHECK(*handle->managers.mark <= handle->managers.max);
+    SHMC_CHECK(*handle->reservations.mark <= handle->reservations.max);
+    uint64_t end = handle->managers.max + *handle->reservations.mark;
     for (uint32_t looked = 0; handle->owners[slot].held != 0; looked++) {
         if (request->cursor == *handle->managers.mark)
             request->cursor = handle->managers.max; /* the rest of the table was never used */
