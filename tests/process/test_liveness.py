@@ -38,7 +38,7 @@ def stopped(owner: Worker) -> None:
 def frozen(owner: Worker) -> Callable[[], None]:
     """By a control group, as container pauses do: it takes no signal, not even SIGKILL."""
     freezer = Path("/sys/fs/cgroup/freezer")
-    if not (freezer / "cgroup.procs").exists() or os.geteuid() != 0:
+    if not (freezer / "cgroup.procs").exists() or not os.access(freezer, os.W_OK):
         pytest.skip("no freezer of control groups version 1 that this user may use")
     group = freezer / f"{RUN}frozen"
     group.mkdir()
