@@ -328,7 +328,7 @@ rounds
 
 
 def test_c33_a_handler_that_exits_leaves_no_slot(worker: Worker, pool: CacheResidencyPool) -> None:
-    """A SIGTERM handler that closes and exits, in the middle of a wait: the slot is free at once."""
+    """A SIGTERM handler that closes and exits in the middle of a wait: the slot is free at once."""
     worker.call("on('SIGTERM', lambda *_: (pool.close(), os._exit(5)))")
     with pool.reserve(U(990)):
         begin_waiting(worker, "pool.reserve(U(1), timeout=None)")
