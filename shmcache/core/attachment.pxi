@@ -248,15 +248,16 @@ cdef class Attachment:
                 self._pending_count -= 1
 
     cdef int _release(self, shmc_operation operation, shmc_token token, uint64_t guard) except -1:
-        """An explicit release: in effect on return, or queued when the lock's holder is stopped."""
+        """An explicit release: in effect on return, or queued when the lock's holder is stopped.
+
+        The token counts until the end: its room in the queue must not be given away meanwhile.
+        """
         cdef shmc_request request
-        self._tokens -= 1
-        if self._closed or guard != shmc_process_guard():
-            return 0
         request.operation = operation
         request.token = token
         try:
-            self._run(&request)
+            if not self._closed and guard == shmc_process_guard():
+                self._run(&request)
         except SegmentError.LockHeld:
             self._postpone(operation, token)
         except SegmentError.Closed:
@@ -264,18 +265,19 @@ cdef class Attachment:
         except BaseException:
             self._postpone(operation, token)  # a signal handler raised: the charge must still go
             raise
+        finally:
+            self._tokens -= 1
         return 0
 
     cdef void _release_from_finalizer(self, shmc_operation operation, shmc_token token,
                                       uint64_t guard) noexcept:
         cdef shmc_request request
-        self._tokens -= 1
-        if self._closed or guard != shmc_process_guard():
-            return
         request.operation = operation
         request.token = token
-        if shmc_perform(self._handle, &request, 0) == SHMC_BUSY:
-            self._postpone(operation, token)
+        if not self._closed and guard == shmc_process_guard():
+            if shmc_perform(self._handle, &request, 0) == SHMC_BUSY:
+                self._postpone(operation, token)
+        self._tokens -= 1
 
     # -- the contract's calls
 
@@ -285,12 +287,14 @@ cdef class Attachment:
         request.operation = SHMC_OP_REGISTER
         request.allocate_id = manager is None
         request.id = 0 if manager is None else u64(manager, "manager")
+        cdef CachePoolMembership membership = CachePoolMembership.__new__(CachePoolMembership)
         cdef int status = self._run_for_token(&request)
         if status == SHMC_MANAGERS_FULL and self._sweep():
             status = self._run_for_token(&request)
         if status != SHMC_OK:
             raise _error(self, status, &request)
-        return _make_membership(self, &request)
+        membership._hold(self, &request)
+        return membership
 
     def update_manager(self, manager, usage):
         """Replace what the manager has published; returns the new aggregate of the whole pool."""
@@ -351,9 +355,12 @@ cdef class Attachment:
         cdef shmc_request request
         request.operation = SHMC_OP_RESERVE
         _read_usage(usage, request.usage)
+        # Made before it is needed: nothing may fail between an admission and its token.
+        cdef CachePoolReservation token = CachePoolReservation.__new__(CachePoolReservation)
         cdef int status = self._run_for_token(&request)
         if status == SHMC_OK:
-            return _make_reservation(self, &request)
+            token._hold(self, &request)
+            return token
         error = _error(self, status, &request)
         if status == SHMC_BUDGET_EXCEEDED or status == SHMC_RESERVATIONS_FULL:
             return error

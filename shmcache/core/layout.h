@@ -199,7 +199,10 @@ struct shmc_owner {
     /* [payload] 1: it holds an OFD lock on byte (nonce / 4) of the segment file */
     uint64_t exec_locked;
     uint64_t path_bytes;  /* [its owner, release store, once] length of path; 0: none yet */
-    uint64_t reserved[7];
+    /* [its owner, one atomic store as it leaves] its nonce: "I am gone", said without the lock, so
+     * that a handle that could not clean up does not hold for as long as its process lives. */
+    uint64_t departed;
+    uint64_t reserved[6];
     /* [its owner, before path_bytes] directory of its live files */
     char path[SHMC_OWNER_PATH_BYTES];
 };

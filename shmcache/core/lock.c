@@ -118,24 +118,35 @@ static void lock_and_wait_for_death(void *mutex)
     pthread_mutex_lock(mutex);
 }
 
-static bool robust_works;
-static pthread_once_t robust_once = PTHREAD_ONCE_INIT;
+enum { UNTESTED, WORKS, BROKEN };
+static uint64_t robust_answer = UNTESTED;
 
+/* Leaves the answer alone, and errno, when the test could not be made: not a word about mutexes. */
 static void test_robust(void)
 {
     pthread_mutex_t *mutex = shmc_os_map_shared_page();
     if (mutex == NULL)
         return;
-    if (shmc_mutex_init(mutex) && shmc_os_run_and_kill_child(lock_and_wait_for_death, mutex))
-        robust_works = pthread_mutex_trylock(mutex) == EOWNERDEAD;
-    if (robust_works)
-        pthread_mutex_consistent(mutex), pthread_mutex_unlock(mutex);
+    if (!shmc_mutex_init(mutex)) {
+        shmc_store_release(&robust_answer, BROKEN);
+    } else if (shmc_os_run_and_kill_child(lock_and_wait_for_death, mutex)) {
+        int error = pthread_mutex_trylock(mutex);
+        shmc_store_release(&robust_answer, error == EOWNERDEAD ? WORKS : BROKEN);
+        if (error == EOWNERDEAD)
+            pthread_mutex_consistent(mutex), pthread_mutex_unlock(mutex);
+    }
+    int error = errno;
     shmc_os_unmap(mutex, SHMC_PAGE_BYTES);
+    errno = error;
 }
 
 bool shmc_robust_mutex_works(void)
 {
     pthread_once(&kind_once, learn_kind); /* every opener comes by here, before its first lock */
-    pthread_once(&robust_once, test_robust);
-    return robust_works;
+    if (shmc_load_acquire(&robust_answer) == UNTESTED)
+        test_robust();
+    uint64_t answer = shmc_load_acquire(&robust_answer);
+    if (answer == BROKEN)
+        errno = 0;
+    return answer == WORKS;
 }

@@ -48,6 +48,7 @@ bool shmc_owner_view(const struct shmc_handle *handle, uint32_t slot, struct shm
     view->pidfs_inode = shmc_load_acquire(&owner->pidfs_inode);
     view->attach_seq = shmc_load_acquire(&owner->attach_seq);
     view->exec_locked = shmc_load_acquire(&owner->exec_locked);
+    view->departed = shmc_load_acquire(&owner->departed);
     /* A slot that was reused in between has another nonce, written before its new state. */
     return shmc_load_acquire(&owner->nonce) == view->nonce &&
            shmc_load_acquire(&owner->state) == state;
@@ -119,6 +120,8 @@ static enum shmc_verdict verdict_by_number(const struct shmc_handle *handle,
 {
     if (!is_plausible(view))
         return SHMC_UNKNOWN;
+    if (view->departed == view->nonce)
+        return SHMC_DEAD; /* its own word: the handle is closed, the process may live */
     if (view->pid != (uint64_t)shmc_os_pid() || shmc_nonce_is_local(view->nonce))
         return SHMC_ALIVE;
     /* Our own pid, but not our doing: before an execve, or a reused pid. Only a second copy of this

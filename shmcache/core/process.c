@@ -94,9 +94,10 @@ bool shmc_is_mine(const struct shmc_handle *handle)
 bool shmc_nonce_is_local(uint64_t nonce)
 {
     bool found = false;
+    uint64_t guard = shmc_process_guard(); /* a raw fork leaves the parent's handles in the list */
     pthread_mutex_lock(&registry_mutex);
     for (struct shmc_handle *handle = registry; handle != NULL && !found; handle = handle->next)
-        found = handle->as_owner && handle->nonce == nonce;
+        found = handle->as_owner && handle->nonce == nonce && handle->guard == guard;
     pthread_mutex_unlock(&registry_mutex);
     return found;
 }

@@ -161,7 +161,7 @@ enum shmc_status shmc_format(int fd, const struct shmc_geometry *geometry,
     if (!geometry_in_bounds(geometry))
         return refuse(refusal, SHMC_CHECK_GEOMETRY, 0, 0);
     if (!shmc_robust_mutex_works())
-        return refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0);
+        return errno == 0 ? refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0) : SHMC_SYSTEM;
     if (!shmc_os_host_identity(&host))
         return SHMC_SYSTEM;
     memcpy(header.boot_id, host.boot_id, sizeof header.boot_id);
@@ -236,7 +236,7 @@ static enum shmc_status check_host(const struct shmc_header *header,
         return refuse(refusal, SHMC_CHECK_TIME_NAMESPACE, header->time_namespace,
                       host->time_namespace);
     if (!shmc_robust_mutex_works())
-        return refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0);
+        return errno == 0 ? refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0) : SHMC_SYSTEM;
     return SHMC_OK;
 }
 
@@ -361,8 +361,21 @@ enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
     return SHMC_OK;
 }
 
+/* Says without the lock that nobody will come back for the slot: what is left of it may be swept at
+ * once. Another owner's slot is not harmed by our nonce. */
+static void depart(struct shmc_handle *handle)
+{
+    if (handle->slot == SHMC_NO_SLOT)
+        return;
+    struct shmc_owner *owner = &handle->owners[handle->slot];
+    if (shmc_load_acquire(&owner->nonce) == handle->nonce)
+        shmc_store_release(&owner->departed, handle->nonce);
+}
+
 void shmc_close(struct shmc_handle *handle)
 {
+    if (shmc_is_mine(handle))
+        depart(handle);
     /* In a forked child both find nothing to do, unless a raw fork skipped its handler. */
     shmc_process_unregister(handle);
     shmc_process_close_descriptors(handle);

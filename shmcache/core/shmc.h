@@ -113,7 +113,7 @@ enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **handle,
 void shmc_close(struct shmc_handle *handle);
 
 /* Proves once per process that this kernel and libc report the death of a lock holder. */
-bool shmc_robust_mutex_works(void);
+bool shmc_robust_mutex_works(void); /* false and errno 0: no; else it could not be tested */
 
 /* True in the process that opened the handle, false in its forked children. */
 bool shmc_is_mine(const struct shmc_handle *handle);
@@ -261,6 +261,7 @@ struct shmc_owner_view {
     uint64_t pidfs_inode;
     uint64_t attach_seq;
     uint64_t exec_locked;
+    uint64_t departed;
 };
 
 /* Consistent copy of a slot read without the lock; false when the slot is FREE or changing. */

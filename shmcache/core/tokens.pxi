@@ -76,6 +76,12 @@ cdef class CachePoolReservation(Token):
 
     cdef uint64_t _axes[AXES]
 
+    cdef void _hold(self, Attachment pool, const shmc_request *request) noexcept:
+        cdef int axis
+        for axis in range(AXES):
+            self._axes[axis] = request.usage[axis]
+        self._bind(pool, SHMC_OP_RELEASE_RESERVATION, request.token)
+
     @property
     def usage(self):
         """What was admitted."""
@@ -91,6 +97,10 @@ cdef class CachePoolMembership(Token):
 
     cdef uint64_t _manager
 
+    cdef void _hold(self, Attachment pool, const shmc_request *request) noexcept:
+        self._manager = request.id
+        self._bind(pool, SHMC_OP_RELEASE_MANAGER, request.token)
+
     @property
     def manager(self):
         """The manager's id."""
@@ -99,19 +109,3 @@ cdef class CachePoolMembership(Token):
     def __repr__(self):
         state = "released" if self._released else "live"
         return f"<CachePoolMembership {state} manager={self._manager}>"
-
-
-cdef CachePoolReservation _make_reservation(Attachment pool, const shmc_request *request):
-    cdef CachePoolReservation token = CachePoolReservation.__new__(CachePoolReservation)
-    cdef int axis
-    for axis in range(AXES):
-        token._axes[axis] = request.usage[axis]
-    token._bind(pool, SHMC_OP_RELEASE_RESERVATION, request.token)
-    return token
-
-
-cdef CachePoolMembership _make_membership(Attachment pool, const shmc_request *request):
-    cdef CachePoolMembership token = CachePoolMembership.__new__(CachePoolMembership)
-    token._manager = request.id
-    token._bind(pool, SHMC_OP_RELEASE_MANAGER, request.token)
-    return token

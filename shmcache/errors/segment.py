@@ -72,9 +72,7 @@ class SegmentError(ContractError):
     HostError: TypeAlias = "_SegmentHostError"
 
 
-@variant(
-    "a pool named {name!r} exists", hint="attach to it, open_or_create it, or destroy it first"
-)
+@variant("a pool named {name!r} exists", hint="attach to it, open_or_create, or destroy it first")
 class _SegmentExists(SegmentError):
     name: str
 

@@ -24,6 +24,7 @@ Not here: whose cgroup pays. The process that touches a page first does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -60,6 +61,15 @@ class HostRoom(msgspec.Struct, frozen=True):
         )
         known = [(free, knob) for free, knob in bounds if free is not None]
         return min(known, key=lambda bound: bound[0], default=None)
+
+
+@contextlib.contextmanager
+def host_errors(call: str) -> Iterator[None]:
+    """What the host refuses inside becomes a `SegmentError`: no user gets a bare OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise SegmentError.HostError.of(call, error) from error
 
 
 def require_room(needed_bytes: int, room: HostRoom) -> None:

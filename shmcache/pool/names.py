@@ -129,7 +129,7 @@ def collect_leftovers() -> int:
         # Another user's file, which our group may open, is theirs to remove: /dev/shm is sticky.
         with _locked(path) as fd, contextlib.suppress(OSError):
             if fd is not None:
-                path.unlink()
+                path.unlink(missing_ok=True)
                 collected += 1
     return collected
 
@@ -140,22 +140,23 @@ def remove_leftover(name: str) -> bool:
     with _locked(path, tries=_LOCK_TRIES) as fd:
         if fd is not None and _is_leftover(fd, name):
             _log.warning("removed %s: no process can attach to it and none holds it", path)
-            path.unlink()
+            path.unlink(missing_ok=True)
     return not os.path.lexists(path)
 
 
 def _is_leftover(fd: int, name: str) -> bool:
-    if os.fstat(fd).st_uid != os.geteuid() or held_by_owner(fd):
+    if os.fstat(fd).st_uid != os.geteuid():
         return False
     observer = _core.Attachment()
     try:
         observer._attach(os.dup(fd), name, CachePoolLimits, False)
     except SegmentError.Refused as refusal:
-        return refusal.check in _HOPELESS
+        return refusal.check in _HOPELESS and not held_by_owner(fd)
     try:
-        retired = observer._state() == _core.STATE_RETIRED
+        if observer._state() == _core.STATE_RETIRED:
+            return True  # whoever still holds it: its remover was killed before it took the name
         # Its creator ended before it joined. Should somebody join now, it is no leftover.
-        return retired or (observer._attach_seq() == 0 and observer._retire(0))
+        return observer._attach_seq() == 0 and not held_by_owner(fd) and observer._retire(0)
     finally:
         observer.close()
 
@@ -219,7 +220,7 @@ def remove_name(name: str, fd: int) -> bool:
     with _locked(path, tries=_LOCK_TRIES) as locked:
         if locked is None or not os.path.samestat(os.fstat(locked), os.fstat(fd)):
             return False
-        path.unlink()
+        path.unlink(missing_ok=True)
         return True
 
 

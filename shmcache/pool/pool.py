@@ -28,6 +28,7 @@ from typing import Any, Self
 from shmcache import _core, bounds
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
+from shmcache.pool.host import host_errors
 from shmcache.pool.owners import (
     POOL_STATES,
     OwnerRecord,
@@ -77,6 +78,7 @@ class CacheResidencyPool(_core.Attachment):
     # -- named pools
 
     @classmethod
+    @host_errors("create")
     def create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
         """Make a pool and attach to it.
 
@@ -95,6 +97,7 @@ class CacheResidencyPool(_core.Attachment):
             raise
 
     @classmethod
+    @host_errors("open_or_create")
     def open_or_create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
         """Attach to the pool if it exists, with everything it holds, else make it.
 
@@ -121,6 +124,7 @@ class CacheResidencyPool(_core.Attachment):
         raise SegmentError.Exists(name)
 
     @classmethod
+    @host_errors("attach")
     def attach(cls, name: str) -> Self:
         """Attach to an existing pool as an owner; dead owners are reclaimed on the way.
 
@@ -131,11 +135,13 @@ class CacheResidencyPool(_core.Attachment):
         return pool
 
     @classmethod
+    @host_errors("observe")
     def observe(cls, name: str) -> Self:
         """Look at a pool without taking an owner slot: report, owners, sweep, verify."""
         return cls._from(segment.open_segment(name), name, owns_slot=False)
 
     @classmethod
+    @host_errors("destroy")
     def destroy(cls, name: str, *, force: bool = False) -> None:
         """Retire the pool and remove its name; its memory goes with its last user.
 

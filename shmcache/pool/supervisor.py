@@ -35,6 +35,7 @@ import msgspec
 from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
+from shmcache.pool.host import host_errors
 from shmcache.pool.owners import ReclaimedOwner
 from shmcache.pool.pool import CacheResidencyPool
 
@@ -112,9 +113,16 @@ class Supervisor:
 
     def run(self) -> None:
         """Watch until stopped, or until the pool is gone."""
-        with select.epoll() as epoll:
-            while not self._stopping and self.turn(epoll):
-                pass
+        watching = True
+        while watching and not self._stopping:
+            try:
+                with select.epoll() as epoll:
+                    while watching and not self._stopping:
+                        watching = self.turn(epoll)
+            except OSError as error:  # a library closed every descriptor of this process
+                self._hindered(f"the host refused to watch: {error}")
+                self._watched = {}
+                self._seen_attach_seq = -1
 
     def turn(self, epoll: select.epoll) -> bool:
         """One look at everything; False when there is nothing left to watch."""
@@ -125,6 +133,9 @@ class Supervisor:
             return self._look(epoll)
         except SegmentError.LockHeld as error:
             self._tell(SupervisorEventKind.LOCK_HELD, str(error))
+        except SegmentError.Closed as error:
+            self._hindered(f"{error}; looking for it again")
+            return self._find_again(epoll)
         except SegmentError as error:
             self._hindered(str(error))
         return True
@@ -196,6 +207,16 @@ class Supervisor:
         self._tell(SupervisorEventKind.FOLLOWED, f"pool {pool.name!r} has a new epoch")
         return True
 
+    def _find_again(self, epoll: select.epoll) -> bool:
+        """The segment's descriptor was closed by somebody else in this process."""
+        try:
+            successor = CacheResidencyPool.observe(self._pool.name or "?")
+        except (SegmentError, ValueError) as error:
+            self._tell(SupervisorEventKind.GONE, f"pool {self._pool.name!r} is lost ({error})")
+            return False
+        self._follow(epoll, successor)
+        return True
+
     def _follow(self, epoll: select.epoll, successor: CacheResidencyPool) -> None:
         for _, fd in self._watched.values():
             _unregister(epoll, fd)
@@ -248,7 +269,9 @@ def recreate(pool: CacheResidencyPool) -> CacheResidencyPool | None:
     None when the name no longer belongs to `pool`. The new segment is whole before it takes the
     name in one step: an attacher finds the old epoch or the new one.
     """
-    with segment.built_segment(pool.name, pool.geometry()) as (temporary, fd):
+    names.require_ours(pool.fileno())
+    with host_errors("recreate"), segment.built_segment(pool.name, pool.geometry()) as built:
+        temporary, fd = built
         if not names.replace_name(pool.name, pool.fileno(), temporary):
             return None
         pool._retire(None)
@@ -263,7 +286,8 @@ def _unregister(epoll: select.epoll, fd: int) -> None:
 
 def _observer_of(pool: CacheResidencyPool) -> CacheResidencyPool:
     """A handle of its own: the descriptors it watches must not belong to the workers' handle."""
-    return CacheResidencyPool._from(os.dup(pool.fileno()), pool.name, owns_slot=False)
+    with host_errors("dup"):
+        return CacheResidencyPool._from(os.dup(pool.fileno()), pool.name, owns_slot=False)
 
 
 __all__ = ["Supervisor", "SupervisorEvent", "SupervisorEventKind", "recreate"]

@@ -83,7 +83,7 @@ def test_create_makes_the_pool_that_was_asked_for(pool_name: str) -> None:
 def test_create_refuses_a_name_that_exists(pool: str) -> None:
     assert refusal("create", pool, *SIZES) == [
         f"shmcache: a pool named {pool!r} exists",
-        "  attach to it, or destroy it first",
+        "  attach to it, open_or_create, or destroy it first",
     ]
 
 
@@ -144,12 +144,12 @@ def test_destroy_refuses_what_is_in_use(pool: str) -> None:
 def test_a_pool_that_does_not_exist_is_refused(pool_name: str, command: str) -> None:
     assert refusal(command, pool_name) == [
         f"shmcache: no pool is named {pool_name!r}",
-        "  create it first; `shmcache list` shows what exists",
+        "  `shmcache list` shows what exists, `create` makes one",
     ]
     assert answer(command, pool_name, code=1) == {
         "error": "SegmentError.NotFound",
         "message": f"no pool is named {pool_name!r}",
-        "hint": "create it first; `shmcache list` shows what exists",
+        "hint": "`shmcache list` shows what exists, `create` makes one",
         "attributes": {"name": pool_name},
     }
 

@@ -193,7 +193,7 @@ def test_supervise_tells_people_too_and_stops_at_ctrl_c(pool: str) -> None:
 def test_supervise_needs_a_pool(pool_name: str) -> None:
     refused = run("supervise", pool_name)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr.startswith(f"shmcache: no pool is named {pool_name!r}\n  create it")
+    assert refused.stderr.startswith(f"shmcache: no pool is named {pool_name!r}\n  `shmcache list`")
 
 
 def test_supervise_ends_when_the_pool_is_removed(pool: str) -> None:

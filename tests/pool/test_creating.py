@@ -9,6 +9,7 @@ import pytest
 
 from shmcache import CachePoolError, CachePoolLimits, CachePoolUsage, CacheResidencyPool
 from shmcache import SegmentError as Segment
+from shmcache.pool import names
 from shmcache.pool.names import segment_names, segment_path
 from tests.pool import raw
 from tests.pool.named import ATTACH, LIMITS, ONE, SMALL, create, open_or_create, temporaries
@@ -267,6 +268,25 @@ def test_of_four_that_open_or_create_one_initialises_c08(
         assert {owner.pid for owner in observer.owners()} == {worker.pid for worker in four}
         for worker in four:
             worker.call("pool.close()")
+
+
+def test_a_refused_file_that_another_replaces_is_looked_at_again_c08(
+    pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the refusal and the attempt to remove it, the other was faster."""
+    segment_path(pool_name).write_bytes(b"")
+    others: list[CacheResidencyPool] = []
+
+    def replace_it(name: str) -> bool:
+        monkeypatch.undo()
+        others.append(create(name))
+        return names.remove_leftover(name)
+
+    monkeypatch.setattr(names, "remove_leftover", replace_it)
+    with open_or_create(pool_name) as pool:
+        assert pool == others[0]
+        assert len(pool.owners()) == 2
+    others[0].close()
 
 
 def test_of_four_that_create_one_wins(pool_name: str, four: list[Worker], tmp_path: Path) -> None:
