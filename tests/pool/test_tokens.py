@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_released_token_can_be_entered_without_effect(pool: CacheResidencyPool
     kept.release()
 
 
-def test_two_threads_release_one_token_c15(named: CacheResidencyPool) -> None:
+def test_two_threads_release_one_token_c15(named: CacheResidencyPool, tmp_path: Path) -> None:
     """Another process keeps the lock busy, so that releases leave the GIL and really collide."""
     rounds, batch = 20, 500
     kept = named.reserve(CachePoolUsage(host_bytes=7))
@@ -81,14 +82,17 @@ def test_two_threads_release_one_token_c15(named: CacheResidencyPool) -> None:
         for token in tokens:
             token.release()
 
-    def hammer(name: str) -> None:
+    def lowest_level(name: str, stop: str) -> int:
         other = CacheResidencyPool.attach(name)
+        lowest = other.report().current_host_bytes
         tell("attached")  # type: ignore[name-defined]  # noqa: F821
-        while True:
-            other.report()
+        while not os.path.exists(stop):
+            lowest = min(lowest, other.report().current_host_bytes)
+        return lowest
 
-    with Worker("from shmcache import CacheResidencyPool", hammer) as worker:
-        worker.begin("hammer(name)", name=named.name)
+    stop = tmp_path / "stop"
+    with Worker("import os\nfrom shmcache import CacheResidencyPool", lowest_level) as worker:
+        worker.begin("lowest_level(name, stop)", name=named.name, stop=str(stop))
         worker.expect("attached")
         for _ in range(rounds):
             start = threading.Barrier(2)
@@ -103,6 +107,8 @@ def test_two_threads_release_one_token_c15(named: CacheResidencyPool) -> None:
             assert host_bytes(named) == 7
             tokens.clear()
             assert host_bytes(named) == 7
+        stop.touch()
+        assert worker.finish() == 7
     named.sweep()
     assert host_bytes(named) == 7
     assert named.verify().ok
