@@ -7,11 +7,12 @@ nothing here takes a lock that a thread could be holding: a `threading.Event` wo
 Invariants: the result is set once and never changes. The two facts are independent.
 
 Concurrency: every method may be called from any thread and from finalizers. Relied upon is that
-`dict.setdefault`, `dict.popitem` and the release of a raw lock are each one step.
+`dict.setdefault`, a list of a dict's values and the release of a raw lock are each one step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from threading import TIMEOUT_MAX, Lock
@@ -35,8 +36,9 @@ class Gate:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let the thread through, now or when it comes. Never twice before it has come."""
-        self._lock.release()
+        """Let the thread through, now or when it comes; once, if it is opened twice before."""
+        with contextlib.suppress(RuntimeError):  # it is open
+            self._lock.release()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when it is opened, or after `timeout` seconds."""
@@ -59,17 +61,17 @@ class Latch:
         return self._open
 
     def open(self) -> None:
-        """Make it true and wake each waiter once. Again: nothing, but for waiters left behind."""
+        """Make it true and wake all who wait, each at least once.
+
+        Who wakes up unsubscribes himself: were he taken off the list here, an exception before his
+        wake-up would leave him waiting for ever.
+        """
         self._open = True
-        while self._wakes:
-            try:
-                _, wake = self._wakes.popitem()
-            except KeyError:
-                return  # another thread took the last one
+        for wake in list(self._wakes.values()):
             wake()
 
     def subscribe(self, waiter: object, wake: Callable[[], object]) -> None:
-        """`wake` runs once it is true, on the thread that makes it true.
+        """`wake` runs when it is true, on the thread that makes it true; it must bear repetition.
 
         The waiter must look at `is_open` afterwards: an `open` may have passed in between.
         """

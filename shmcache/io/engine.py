@@ -70,17 +70,17 @@ def section(
     ) -> Returned:
         self.check_process()
         with self._lock:
-            self._enter()
             try:
+                self._enter()
                 returned = method(self, *args, **kwargs)
+                self._dirty = False
+                return returned
             except CacheIoExecutionStateError:
                 self._dirty = False
                 raise
             except BaseException:
-                self._poison()
+                self._poison_if_dirty()
                 raise
-            self._dirty = False
-            return returned
 
     return guarded
 
@@ -128,14 +128,13 @@ class Engine(Generic[Task, Output]):
     # Submissions ----------------------------------------------------------------------------------
 
     @section
-    def prepare(self, key: CacheIoOperationKey) -> tuple[Completion[Output], bool] | None:
-        """The completion of this key and whether it was joined; None when stopped."""
+    def prepare(self, completion: Completion[Output]) -> Completion[Output] | None:
+        """Register it, or give the one that has its key; None when stopped."""
         if self._stopped:
             return None
-        joined = self._state.prepare(key) is CacheIoPreparation.JOINED
-        if not joined:
-            self._registry[key] = Completion(key)
-        return self._registry[key], joined
+        if self._state.prepare(completion.key) is CacheIoPreparation.NEW:
+            self._registry[completion.key] = completion
+        return self._registry[completion.key]
 
     @section
     def admit(self, job: Job[Task, Output], gate: Gate) -> tuple[CacheIoAdmission, int]:
@@ -246,8 +245,7 @@ class Engine(Generic[Task, Output]):
     # Under the lock -------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        if self._dirty and not self._poisoned:
-            self._poison()
+        self._poison_if_dirty()
         if self._poisoned:
             raise CacheIoWorkerError.Poisoned
         self._dirty = True
@@ -268,7 +266,8 @@ class Engine(Generic[Task, Output]):
     def _wake_blocked(self) -> None:
         """Each blocked submitter asks again: there may be room, or it may have been cancelled."""
         while self._blocked:
-            self._blocked.pop().open()
+            self._blocked[-1].open()
+            self._blocked.pop()
 
     def _stop(self) -> None:
         if not self._stopped:
@@ -276,10 +275,14 @@ class Engine(Generic[Task, Output]):
             self.queue.put(None)
             self._wake_blocked()
 
+    def _poison_if_dirty(self) -> None:
+        if self._dirty and not self._poisoned:
+            self._poison()
+
     def _poison(self) -> None:
-        self._poisoned = True
         self._stop()
         for completion in self._registry.values():
             completion.poison()
         self._wake_blocked()
         self.queue.put(None)
+        self._poisoned = True  # last: cut short, too, the next section does it again

@@ -11,7 +11,7 @@ from msgspec.structs import force_setattr
 
 from shmcache.bounds import instance, usize
 from shmcache.errors import CacheIoExecutionStateError, CacheIoWorkerError
-from shmcache.io.completion import Gate
+from shmcache.io.completion import Completion, Gate
 from shmcache.io.engine import Engine
 from shmcache.io.job import Job, Output, Task
 from shmcache.io.ticket import CacheIoTicket
@@ -49,12 +49,10 @@ class CacheIoSubmission(Generic[Task, Output]):
     # Of a call that was interrupted before `__init__` ended there is nothing to abandon.
     _job: Job[Task, Output] | None = None
 
-    def __init__(
-        self, engine: Engine[Task, Output], job: Job[Task, Output], *, joined: bool
-    ) -> None:
+    def __init__(self, engine: Engine[Task, Output], job: Job[Task, Output]) -> None:
         self._engine = engine
         self._ticket = CacheIoTicket(engine, job.completion)
-        self._joined = joined
+        self._joined = False
         self._uses = itertools.count()
         self._job = job
 
@@ -116,6 +114,11 @@ class CacheIoSubmission(Generic[Task, Output]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a CacheIoSubmission is one-of-a-kind: it cannot be copied or pickled")
+
+    def _join(self, completion: Completion[Output]) -> None:
+        """The key is taken by another operation."""
+        self._ticket = CacheIoTicket(self._engine, completion)
+        self._joined = True
 
     def _enqueue(self) -> CacheIoSubmissionOutcome:
         assert self._job is not None

@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, NoReturn, Self, SupportsIndex
 
 from shmcache.bounds import instance
 from shmcache.errors import CacheIoExecutionStateError, CacheIoWorkerError
-from shmcache.io.completion import Done
+from shmcache.io.completion import Completion, Done
 from shmcache.io.engine import Engine
 from shmcache.io.job import Calls, Job, Output, Task
 from shmcache.io.submission import CacheIoSubmission
@@ -91,11 +91,15 @@ class CacheIoWorker(Generic[Task, Output]):
         Errors: Poisoned; RuntimeError when closed.
         """
         instance(key, CacheIoOperationKey, "key")
-        prepared = self._engine.prepare(key)
-        if prepared is None:
+        job = Job(Completion(key), task, self._calls)
+        # Made before the key is taken: from then on, whatever happens, it will be abandoned.
+        submission = CacheIoSubmission(self._engine, job)
+        registered = self._engine.prepare(job.completion)
+        if registered is None:
             raise RuntimeError("the I/O worker is closed")
-        completion, joined = prepared
-        return CacheIoSubmission(self._engine, Job(completion, task, self._calls), joined=joined)
+        if registered is not job.completion:
+            submission._join(registered)
+        return submission
 
     def retire(self, ticket: CacheIoTicket[Output]) -> None:
         """Free the key of an operation that is neither queued nor running; else nothing.

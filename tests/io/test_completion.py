@@ -19,6 +19,7 @@ from tests.support import wait_until
 def test_a_gate_lets_one_through_per_opening() -> None:
     gate = Gate()
     gate.open()
+    gate.open()
     gate.wait()
     call = Call(gate.wait)
     assert not call.returned
@@ -58,8 +59,25 @@ def test_waiters_that_gave_up_are_forgotten() -> None:
     latch.unsubscribe("b")
     latch.unsubscribe("b")
     latch.open()
-    latch.open()
     assert sorted(woken) == ["a", "c"]
+
+
+def test_an_opening_that_is_cut_short_is_made_up_for_by_the_next() -> None:
+    """Ctrl-C between two wake-ups: nobody is off the list who was not woken."""
+    latch, woken = Latch(), list[str]()
+
+    def cut_short() -> None:
+        latch.unsubscribe("b")
+        raise KeyboardInterrupt
+
+    latch.subscribe("a", partial(woken.append, "a"))
+    latch.subscribe("b", cut_short)
+    latch.subscribe("c", partial(woken.append, "c"))
+    with pytest.raises(KeyboardInterrupt):
+        latch.open()
+    assert woken == ["a"]
+    latch.open()
+    assert "c" in woken
 
 
 def test_who_subscribes_late_looks_for_himself() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shmcache.errors import CacheIoExecutionStateError, CacheIoWorkerError
-from shmcache.io.completion import Done, Gate
+from shmcache.io.completion import Completion, Done, Gate
 from shmcache.io.engine import Engine
 from shmcache.io.job import Calls, Job
 from shmcache.states.execution import CacheIoAdmission
@@ -17,9 +17,9 @@ Books = Engine[str, str]
 
 
 def job(engine: Books, number: int) -> Job[str, str]:
-    prepared = engine.prepare(key(number))
-    assert prepared is not None
-    return Job(prepared[0], str(number), Calls(str, print))
+    completion: Completion[str] = Completion(key(number))
+    assert engine.prepare(completion) is completion
+    return Job(completion, str(number), Calls(str, print))
 
 
 @pytest.fixture
@@ -56,7 +56,8 @@ def test_the_end_wakes_the_blocked(full: tuple[Books, Job[str, str], Job[str, st
     assert engine.admit(blocked, Gate()) == (CANCELLED, 1)
     with pytest.raises(CacheIoWorkerError.OperationFailed):
         blocked.completion.answer()
-    assert engine.prepare(key(3)) is None
+    assert list(engine._registry) == [key(1)]  # its own key is free, the queued job's is not
+    assert engine.prepare(Completion(key(3))) is None
 
 
 def test_every_blocked_submitter_is_woken(
@@ -87,7 +88,7 @@ def test_the_thread_ends_behind_the_last_job() -> None:
 def test_a_dropped_worker_is_stopped_by_whoever_comes_next() -> None:
     engine = Books(1)
     engine.stop_soon()
-    assert engine.prepare(key(1)) is None
+    assert engine.prepare(Completion(key(1))) is None
     assert [engine.queue.get_nowait() for _ in range(2)] == [None, None]
     assert engine.ended()
 
@@ -101,7 +102,7 @@ def test_what_a_thread_left_is_found() -> None:
     assert [engine.take_rest() for _ in range(3)] == [*left, None]
     for _ in range(3):
         with pytest.raises(CacheIoWorkerError.Poisoned):
-            engine.prepare(key(9))
+            engine.prepare(Completion(key(9)))
     assert engine.queue.empty()  # being refused writes no further notes
 
 
