@@ -28,7 +28,8 @@ draw_api = load_script()
 )
 def test_the_page_is_fresh() -> None:
     """Whoever changes a docstring draws the page again: tools/draw_api.py."""
-    assert draw_api.PAGE.read_text(encoding="utf-8") == draw_api.page()
+    fresh = draw_api.PAGE.read_text(encoding="utf-8") == draw_api.page()
+    assert fresh, "docs/api.md is stale"
 
 
 def test_nothing_public_is_silent() -> None:
