@@ -45,6 +45,7 @@ def create_until(name: str, at: int, number: int, how: str) -> list[int]:
         return trace
 
     make = getattr(CacheResidencyPool, how)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     code = 1
     try:
         with contextlib.suppress(KeyboardInterrupt):

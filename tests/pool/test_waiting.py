@@ -349,6 +349,8 @@ def test_a_signal_ends_the_waiting(
 ) -> None:
     token = pool.reserve(WHOLE)
     waiter.call("import signal, sys")
+    # Whoever runs the tests in the background has SIGINT ignored, and that is inherited.
+    waiter.call("signal.signal(signal.SIGINT, signal.default_int_handler)")
     waiter.call("signal.signal(signal.SIGTERM, lambda *_: (pool.close(), sys.exit(5)))")
     waiter.call("bounds.LOCK_SLICE_NS = 10**7")
     begin_waiting(pool, waiter)
