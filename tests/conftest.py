@@ -140,6 +140,8 @@ def _is_ours(path: Path) -> bool:
     """False for another test run's name, and when a process outside this run maps the segment."""
     if named := re.search(r"test-\d+-", path.name):
         return named[0] == RUN
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return False  # another worker's, as far as one can tell
     family = _children() | {os.getpid()}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it ended, or is another user's
