@@ -46,7 +46,8 @@ thread = threading.Thread(target=write)
 thread.start()
 """)
         wait_until(lambda: pool.report().current_device_bytes, "the writer begins")
-        seen, reports = set(), 0
+        seen: set[tuple[int, int, int]] = set()
+        reports = 0
         while reports < rounds or len(seen) < 2:  # a busy machine may not let the writer move
             reports += 1
             report = pool.report()
