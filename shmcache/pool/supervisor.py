@@ -97,6 +97,7 @@ class Supervisor:
     # -- running
 
     def __enter__(self) -> Self:
+        self._pool.fileno()  # raises Closed: left once, it would end at once and watch nothing
         self._thread = threading.Thread(target=self.run, name="shmcache-supervisor", daemon=True)
         self._thread.start()
         return self

@@ -440,6 +440,13 @@ def test_a_run_ends_when_it_is_stopped(pool: CacheResidencyPool, stop: str) -> N
     watch.supervisor.__exit__()
 
 
+def test_a_supervisor_watches_once(pool: CacheResidencyPool) -> None:
+    with Watch(pool) as watch:
+        pass
+    with pytest.raises(Segment.Closed):
+        watch.supervisor.__enter__()
+
+
 @pytest.mark.parametrize("on_poison", ["ignore", None, True])
 def test_what_to_do_on_poison_is_one_of_two(pool: CacheResidencyPool, on_poison: Any) -> None:
     with pytest.raises(ValueError, match="on_poison"):
