@@ -18,7 +18,7 @@ import shmcache as sc
 
 _LIMIT = 1 << 40
 _NAME = f"bench-{os.getpid()}"
-_DEATHS = 200
+_DEATHS = 60
 
 _HAMMER = """
 import sys, time
