@@ -40,6 +40,7 @@ from shmcache.policy.manifest import (
     PromptCacheManifest,
     PromptCacheStateTensor,
 )
+from shmcache.policy.prefix_keys import PrefixKeys
 from shmcache.policy.prompt_identity import (
     PromptCacheDescriptor,
     PromptCacheModelIdentity,
@@ -159,6 +160,7 @@ __all__ = [
     "OwnerRecord",
     "OwnerVerdict",
     "PoolingStateComponent",
+    "PrefixKeys",
     "PromptCacheBlock",
     "PromptCacheDescriptor",
     "PromptCacheError",

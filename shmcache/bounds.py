@@ -34,6 +34,9 @@ ARENA_BYTES_LIMIT: Final = 1 << 46
 LOCK_DEADLINE_NS: Final = 10_000_000_000
 LOCK_SLICE_NS: Final = 50_000_000
 
+# Tokens of one block: more than any engine groups, and its bytes fit an array's element.
+BLOCK_TOKENS_MAX: Final = 1 << 20
+
 # Levels of arrays and objects in a JSON text; a manifest needs 8, the rest is for unknown keys.
 JSON_NESTING_MAX: Final = 64
 

@@ -25,7 +25,7 @@ FILE_LINES_MAX = {".py": 500, ".pyi": 500, ".c": 600, ".h": 600, ".pyx": 600}
 LAYERS = {
     "errors": "",
     "bounds": "",
-    "policy": "errors bounds msgspec",
+    "policy": "errors bounds msgspec numpy",
     "states": "errors bounds policy msgspec",
     "_core": "errors bounds cpython cython libc posix",
     "pool": "errors bounds policy states _core posix_ipc numpy msgspec ml_dtypes",

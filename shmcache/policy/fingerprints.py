@@ -32,6 +32,14 @@ def prompt_cache_token_fingerprint(tokens: Iterable[int]) -> str:
 
     Cost: 20 ns per token.
     """
+    return hashlib.sha256(token_words(tokens)).hexdigest()
+
+
+def token_words(tokens: Iterable[int]) -> array[int]:
+    """The token ids as words of 4 bytes, little-endian in memory on every machine.
+
+    Errors: `TypeError`, `ValueError` for what is no u32, naming it.
+    """
     ids = tokens if isinstance(tokens, list | tuple) else tuple(tokens)
     try:
         words = array("I", ids) if set(map(type, ids)) <= {int} else None
@@ -41,7 +49,7 @@ def prompt_cache_token_fingerprint(tokens: Iterable[int]) -> str:
         words = array("I", [u32(token, "a token id") for token in ids])
     if sys.byteorder == "big":
         words.byteswap()
-    return hashlib.sha256(words).hexdigest()
+    return words
 
 
 def derive_prompt_cache_architecture_fingerprint(
