@@ -26,6 +26,7 @@ from shmcache.errors import (
     PromptCacheError,
     RefusedCheck,
     SegmentError,
+    TraceError,
     size_text,
 )
 from shmcache.errors.base import variant
@@ -45,6 +46,7 @@ FAMILIES: tuple[type[ContractError], ...] = (
     LayerScheduleError,
     CachePolicyError,
     PromptCacheError,
+    TraceError,
 )
 
 
@@ -122,6 +124,8 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (PromptCacheError.Malformed("frontier", "layer 3"), ("frontier", "layer 3")),
     (PromptCacheError.Incompatible("geometry", "why"), ("geometry", "why")),
     (PromptCacheError.PrefixIdentityMismatch(), ("prefix",)),
+    (TraceError.Unreadable("a.jsonl", "no such file"), ("'a.jsonl'", "no such file")),
+    (TraceError.Malformed(3, "why"), ("line 3", "why")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)

@@ -14,6 +14,7 @@ from shmcache.errors.pool import CachePoolError
 from shmcache.errors.prompt import PromptCacheError
 from shmcache.errors.segment import RefusedCheck, SegmentError
 from shmcache.errors.storage import CacheStorageError
+from shmcache.errors.trace import TraceError
 
 __all__ = [
     "CacheIoExecutionStateError",
@@ -27,5 +28,6 @@ __all__ = [
     "PromptCacheError",
     "RefusedCheck",
     "SegmentError",
+    "TraceError",
     "size_text",
 ]
