@@ -22,18 +22,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import random
-import struct
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from shmcache import CachePoolLimits, CacheResidencyPool, OwnerRecord, SegmentError
+from shmcache.workloads.children import ChildProcess, Counters
 from shmcache.workloads.stress_audit import Auditor
-from shmcache.workloads.stress_process import StressProcess
-from shmcache.workloads.stress_worker import COUNTER_BYTES, MEMBERSHIPS_MAX, RESERVATIONS_MAX
+from shmcache.workloads.stress_worker import COUNTS, MEMBERSHIPS_MAX, RESERVATIONS_MAX
 
 AUDIT_S = 0.1
 PROGRESS_S = 0.2
@@ -107,9 +105,7 @@ def run_stress(
         "reservations_max": max(8, options.workers * RESERVATIONS_MAX * 3 // 4),
     }
     with contextlib.ExitStack() as stack:
-        counters = os.memfd_create("stress-counters")
-        stack.callback(os.close, counters)
-        os.ftruncate(counters, COUNTER_BYTES * options.workers)
+        counters = stack.enter_context(Counters(options.workers, COUNTS))
         CacheResidencyPool.create(options.name, _LIMITS, **tables).close()
         stack.callback(_destroy, options.name)
         observer = stack.enter_context(CacheResidencyPool.observe(options.name))
@@ -124,13 +120,15 @@ def _destroy(name: str) -> None:
 class _Stress:
     """One run: its children, the nemesis, and what is counted."""
 
-    def __init__(self, options: StressOptions, observer: CacheResidencyPool, counters: int) -> None:
+    def __init__(
+        self, options: StressOptions, observer: CacheResidencyPool, counters: Counters
+    ) -> None:
         self._options = options
         self._auditor = Auditor(observer)
         self._rng = random.Random(options.seed)
         self._counters = counters
-        self._workers: dict[int, StressProcess] = {}  # by index of their counters
-        self._supervisor: StressProcess | None = None
+        self._workers: dict[int, ChildProcess] = {}  # by index of their counters
+        self._supervisor: ChildProcess | None = None
         self._kills = 0
         self._reclaims_s: list[float] = []
 
@@ -149,7 +147,7 @@ class _Stress:
 
     def _start(self) -> None:
         if self._options.supervisor:
-            self._supervisor = StressProcess("stress_supervisor", (self._options.name,), None)
+            self._supervisor = ChildProcess("stress_supervisor", (self._options.name,), None)
         for index in range(self._options.workers):
             self._spawn(index)
         for child in self._children():
@@ -158,8 +156,9 @@ class _Stress:
 
     def _spawn(self, index: int) -> None:
         seed = str(self._rng.getrandbits(64))
-        arguments = (self._options.name, seed, str(self._counters), str(index))
-        self._workers[index] = StressProcess("stress_worker", arguments, self._counters)
+        counters, workers = self._counters.descriptor, self._counters.rows
+        arguments = (self._options.name, seed, str(counters), str(index), str(workers))
+        self._workers[index] = ChildProcess("stress_worker", arguments, counters)
 
     def _play(self, started: float, on_progress: Callable[[StressProgress], None]) -> None:
         """Glance all the time; audit, kill and tell when it is time to."""
@@ -214,7 +213,7 @@ class _Stress:
         victim.reap()
         self._spawn(index)
 
-    def _kill(self, victim: StressProcess) -> bool:
+    def _kill(self, victim: ChildProcess) -> bool:
         """Whether the kernel reported the death in good time."""
         self._kills += 1
         victim.kill()
@@ -266,23 +265,17 @@ class _Stress:
 
     # -- what is said
 
-    def _children(self) -> list[StressProcess]:
+    def _children(self) -> list[ChildProcess]:
         watched = [self._supervisor] if self._supervisor is not None else []
         return [*watched, *self._workers.values()]
 
     def _complain(self, text: str) -> None:
         self._auditor.violations.append(text)
 
-    def _counts(self) -> tuple[int, int]:
-        """(operations, refusals) of all workers so far, the killed ones included."""
-        words = os.pread(self._counters, COUNTER_BYTES * self._options.workers, 0)
-        pairs = list(struct.iter_unpack("QQ", words))
-        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-
     def _progress(self, elapsed_s: float) -> StressProgress:
         return StressProgress(
             elapsed_s=elapsed_s,
-            operations=self._counts()[0],
+            operations=self._counters.totals()[0],
             kills=self._kills,
             audits=self._auditor.audits,
         )
@@ -290,7 +283,7 @@ class _Stress:
     def _report(
         self, seconds: float, leaked_bytes: int | None, leaked_owners: int | None
     ) -> StressReport:
-        operations, refusals = self._counts()
+        operations, refusals = self._counters.totals()
         return StressReport(
             seed=self._options.seed,
             workers=self._options.workers,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from shmcache import CacheResidencyPool, Supervisor
-from shmcache.workloads.stress_worker import say_ready, when_dismissed
+from shmcache.workloads.children import say_ready, when_dismissed
 
 
 def main(name: str) -> None:

@@ -1,6 +1,6 @@
 """One process of a stress run: reserves, publishes and releases at random until told to stop.
 
-    python -m shmcache.workloads.stress_worker POOL SEED COUNTERS INDEX
+    python -m shmcache.workloads.stress_worker POOL SEED COUNTERS INDEX WORKERS
 
 Contract    Publishes only what it has reserved, so that no axis ever exceeds its limit. Refusals
             for want of room are its daily bread; any other error ends it with a traceback, which
@@ -11,12 +11,8 @@ Death       May be killed anywhere. Its two counters, in a file that all workers
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 import random
 import sys
-import threading
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -29,14 +25,13 @@ from shmcache import (
     CacheResidencyPool,
     SegmentError,
 )
+from shmcache.workloads.children import Counters, say_ready, when_dismissed
 
 RESERVATIONS_MAX = 8
 MEMBERSHIPS_MAX = 4
 
-# A counters file has two 64-bit words per worker: operations done, and how many were refused.
-COUNTER_BYTES = 16
-
-READY = b"ready\n"
+# What a worker counts: operations done, and how many were refused.
+COUNTS = 2
 
 _SHARE = 8  # a worker asks for at most limit / (_SHARE * workers) at once
 _TIMEOUTS_S = (0, 0, 0, 0, 0, 0, 0.002, 0.02)
@@ -161,32 +156,13 @@ def _divided(usage: CachePoolUsage | CachePoolLimits, divisor: int) -> CachePool
     )
 
 
-def when_dismissed(act: Callable[[], object]) -> None:
-    """Call `act` once standard input closes: the launcher asks us to stop, or is gone."""
-
-    def wait() -> None:
-        while os.read(0, 1):
-            pass
-        act()
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def say_ready() -> None:
-    """Tell the launcher, which may not be listening, that the set-up is done."""
-    with contextlib.suppress(BrokenPipeError):
-        os.write(1, READY)
-
-
-def main(name: str, seed: str, counters: str, index: str) -> NoReturn:
+def main(name: str, seed: str, counters: str, index: str, workers: str) -> NoReturn:
     """Work until dismissed, then leave in order."""
     dismissed: list[bool] = []
     when_dismissed(lambda: dismissed.append(True))
-    words = memoryview(mmap.mmap(int(counters), 0)).cast("Q")
-    first = int(index) * COUNTER_BYTES // 8
-    workers = len(words) * 8 // COUNTER_BYTES
+    count = Counters(int(workers), COUNTS, int(counters)).row(int(index))
     with CacheResidencyPool.attach(name) as pool:
-        worker = StressWorker(pool, random.Random(int(seed)), workers, words[first : first + 2])
+        worker = StressWorker(pool, random.Random(int(seed)), int(workers), count)
         say_ready()
         while not dismissed:
             worker.step()
