@@ -13,7 +13,9 @@ from shmcache.errors import (
     CacheStorageError,
     ContractError,
     LayerScheduleError,
+    LiveCachePublicationError,
     PromptCacheError,
+    PromptCachePersistenceError,
     SegmentError,
 )
 from shmcache.io import (
@@ -80,6 +82,7 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
+from shmcache.prompt.live import LiveCacheBlockPublication
 from shmcache.states.execution import (
     CacheIoAdmission,
     CacheIoCompletionDisposition,
@@ -155,6 +158,8 @@ __all__ = [
     "LayerRange",
     "LayerSchedule",
     "LayerScheduleError",
+    "LiveCacheBlockPublication",
+    "LiveCachePublicationError",
     "MutableCacheTail",
     "MutableStateResidency",
     "OwnerRecord",
@@ -167,6 +172,7 @@ __all__ = [
     "PromptCacheManifest",
     "PromptCacheModelIdentity",
     "PromptCacheOptions",
+    "PromptCachePersistenceError",
     "PromptCacheStateSegment",
     "PromptCacheStateTensor",
     "PromptCacheTopology",

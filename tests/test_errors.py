@@ -10,6 +10,7 @@ import pickle
 from contextlib import contextmanager
 from dataclasses import field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 import pytest
@@ -23,7 +24,9 @@ from shmcache.errors import (
     CacheStorageError,
     ContractError,
     LayerScheduleError,
+    LiveCachePublicationError,
     PromptCacheError,
+    PromptCachePersistenceError,
     RefusedCheck,
     SegmentError,
     TraceError,
@@ -46,6 +49,8 @@ FAMILIES: tuple[type[ContractError], ...] = (
     LayerScheduleError,
     CachePolicyError,
     PromptCacheError,
+    PromptCachePersistenceError,
+    LiveCachePublicationError,
     TraceError,
 )
 
@@ -124,6 +129,32 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (PromptCacheError.Malformed("frontier", "layer 3"), ("frontier", "layer 3")),
     (PromptCacheError.Incompatible("geometry", "why"), ("geometry", "why")),
     (PromptCacheError.PrefixIdentityMismatch(), ("prefix",)),
+    (
+        PromptCachePersistenceError.PromptCache(PromptCacheError.UnsupportedSchema(7)),
+        ("schema 7",),
+    ),
+    (
+        PromptCachePersistenceError.Io("sync_file", Path("/c/x"), OSError(errno.ENOSPC, "full")),
+        ("sync_file", "/c/x", "full", "free disk space"),
+    ),
+    (PromptCachePersistenceError.ManifestJson(ValueError("why")), ("why",)),
+    (PromptCachePersistenceError.MalformedStorage("current_length", "why"), ("current_length",)),
+    (PromptCachePersistenceError.UnsafeShardPath("../x"), ("'../x'",)),
+    (PromptCachePersistenceError.MissingShard(Path("/c/x")), ("/c/x",)),
+    (
+        PromptCachePersistenceError.MalformedShard(Path("/c/x"), "offsets", "why"),
+        ("/c/x", "offsets", "why"),
+    ),
+    (PromptCachePersistenceError.InvalidPromptCachePath(Path("/c/x")), ("/c/x",)),
+    (PromptCachePersistenceError.PromptCacheExists(Path("/c/x")), ("/c/x",)),
+    (
+        PromptCachePersistenceError.InvalidReversiblePublication("publish", "ended"),
+        ("publish", "ended"),
+    ),
+    (
+        LiveCachePublicationError.Io("link_live_block", Path("/c/x"), OSError(errno.EIO, "no")),
+        ("link_live_block", "/c/x", "no"),
+    ),
     (TraceError.Unreadable("a.jsonl", "no such file"), ("'a.jsonl'", "no such file")),
     (TraceError.Malformed(3, "why"), ("line 3", "why")),
 )

@@ -9,6 +9,10 @@ Not here: `TypeError` and `ValueError` for arguments outside their domain (bound
 from shmcache.errors.base import ContractError, size_text
 from shmcache.errors.io import CacheIoExecutionStateError, CacheIoWorkerError
 from shmcache.errors.lifecycle import CacheLifecycleError
+from shmcache.errors.persistence import (
+    LiveCachePublicationError,
+    PromptCachePersistenceError,
+)
 from shmcache.errors.policy import CachePolicyError, LayerScheduleError
 from shmcache.errors.pool import CachePoolError
 from shmcache.errors.prompt import PromptCacheError
@@ -25,7 +29,9 @@ __all__ = [
     "CacheStorageError",
     "ContractError",
     "LayerScheduleError",
+    "LiveCachePublicationError",
     "PromptCacheError",
+    "PromptCachePersistenceError",
     "RefusedCheck",
     "SegmentError",
     "TraceError",
