@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import POOL_NAME
+from shmcache.cli.signals import signals_as_exceptions
 from shmcache.workloads.stress import StressOptions, StressProgress, StressReport, run_stress
 
 
@@ -52,7 +52,7 @@ def stress(seed: int | None, name: str | None, no_supervisor: bool, **options: A
         kills_per_second=options["kill_rate"],
         supervisor=not no_supervisor,
     )
-    with _signals_as_exceptions() as check, _progress_line(chosen) as show:
+    with signals_as_exceptions() as check, _progress_line(chosen) as show:
 
         def on_progress(at: StressProgress) -> None:
             check()
@@ -60,28 +60,6 @@ def stress(seed: int | None, name: str | None, no_supervisor: bool, **options: A
 
         report = run_stress(chosen, on_progress)
     return _answer(report)
-
-
-@contextlib.contextmanager
-def _signals_as_exceptions() -> Iterator[Callable[[], None]]:
-    """Ctrl-C and SIGTERM raise at the next check, where all clean-up follows; a second at once."""
-    received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-
-    def check() -> None:
-        if received:
-            raise KeyboardInterrupt
-
-    before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield check
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
