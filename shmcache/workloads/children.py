@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, Self
 
-_READY: Final = b"ready\n"
+READY: Final = b"ready\n"
 _WORDS_MAX: Final = 300
 _COUNTER_BYTES: Final = 8
 
@@ -52,7 +52,7 @@ class ChildProcess:
 
     def wait_ready(self) -> bool:
         """Whether it says that it works; False when it ended instead."""
-        return self.stdout.readline() == _READY
+        return self.stdout.readline() == READY
 
     def dismiss(self) -> None:
         """Ask it to end."""
@@ -100,7 +100,7 @@ def when_dismissed(act: Callable[[], object]) -> None:
 def say_ready() -> None:
     """Tell the launcher, which may not be listening, that the set-up is done."""
     with contextlib.suppress(BrokenPipeError):
-        os.write(1, _READY)
+        os.write(1, READY)
 
 
 class Counters:
