@@ -18,14 +18,15 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from shmcache.bounds import instance
 from shmcache.errors import LiveCachePublicationError
 from shmcache.policy.identity import CacheBlockId, CacheRankIdentity, CacheRepresentation
 from shmcache.prompt.ownership import StagingOwner
+from shmcache.prompt.shard import Array, StoredShard, read_shard, write_shard
 
 _REPRESENTATIONS: Final = {
     CacheRepresentation.KEY_VALUE: "kv",
@@ -90,6 +91,26 @@ class LiveCacheBlockPublication(StagingOwner):
             raise
         self._finish()
         return self._destination
+
+
+def write_live_block(
+    directory: str | os.PathLike[str], id: CacheBlockId, arrays: Mapping[str, Array]
+) -> StoredShard:
+    """Store a block's arrays in a new file of an existing directory.
+
+    Errors: those of `write_shard` and of `commit`; nothing stays on disk after any of them.
+    """
+    with LiveCacheBlockPublication.begin(directory, id) as publication:
+        written = write_shard(publication.staging_path, arrays, durable=False)
+        return written._replace(path=publication.commit())
+
+
+def read_live_block(block: StoredShard, into: Any = None) -> dict[str, Array]:
+    """The arrays that `write_live_block` stored; see `read_shard`.
+
+    Errors: those of `read_shard`: the file was cut, changed or replaced.
+    """
+    return read_shard(block.path, block.arrays, block.payload_sha256, into)
 
 
 def remove_live_block(path: str | os.PathLike[str]) -> None:

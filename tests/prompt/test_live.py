@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import itertools
 import os
 import pickle
 import re
@@ -12,6 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from shmcache import (
@@ -20,9 +23,11 @@ from shmcache import (
     CacheRepresentation,
     LiveCacheBlockPublication,
     LiveCachePublicationError,
+    PromptCachePersistenceError,
 )
 from shmcache.prompt import live
-from shmcache.prompt.live import remove_live_block
+from shmcache.prompt.live import read_live_block, remove_live_block, write_live_block
+from shmcache.prompt.shard import write_shard
 from tests.support import Worker
 
 KV, MLA = CacheRepresentation.KEY_VALUE, CacheRepresentation.COMPRESSED_LATENT_ROTARY
@@ -315,3 +320,73 @@ def test_removing_twice_is_harmless(tmp_path: Path) -> None:
     with pytest.raises(LiveCachePublicationError.Io) as caught:
         remove_live_block(Path(__file__) / "x")
     assert isinstance(caught.value.source, NotADirectoryError)
+
+
+# Whole blocks -------------------------------------------------------------------------------------
+
+
+def arrays() -> dict[str, Any]:
+    keys = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4).astype(ml_dtypes.bfloat16)
+    return {"keys": keys, "values": keys[:, ::-1]}
+
+
+def test_a_stored_block_comes_back(tmp_path: Path) -> None:
+    stored = write_live_block(tmp_path, block(), arrays())
+    assert os.listdir(tmp_path) == [stored.path.name]
+    for into in (None, bytearray(stored.payload_bytes + 1)):
+        for name, array in read_live_block(stored, into).items():
+            assert array.dtype == ml_dtypes.bfloat16
+            assert (array == arrays()[name]).all()
+
+
+@pytest.mark.parametrize("what", ["cut", "longer", "flipped", "another", "gone"])
+def test_a_changed_block_is_refused(tmp_path: Path, what: str) -> None:
+    stored = write_live_block(tmp_path, block(), arrays())
+    data = bytearray(stored.path.read_bytes())
+    if what == "flipped":
+        data[-1] ^= 1
+    if what == "another":
+        write_shard(tmp_path / "x", {"keys": arrays()["keys"]}, durable=False).path.replace(
+            stored.path
+        )
+        with pytest.raises(PromptCachePersistenceError.MalformedShard, match="array_mismatch"):
+            read_live_block(stored)
+        return
+    if what == "gone":
+        remove_live_block(stored.path)
+        with pytest.raises(PromptCachePersistenceError.Io, match="open_shard"):
+            read_live_block(stored)
+        return
+    stored.path.write_bytes({"cut": data[:-1], "longer": data + b"x"}.get(what, data))
+    with pytest.raises(PromptCachePersistenceError.MalformedShard) as caught:
+        read_live_block(stored)
+    assert caught.value.code == ("payload_digest" if what == "flipped" else "file_boundary")
+
+
+def test_a_block_that_cannot_be_stored_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        write_live_block(tmp_path, block(), {"keys": np.array(["text"])})
+    with pytest.raises(ValueError, match="__metadata__"):
+        write_live_block(tmp_path, block(), {"__metadata__": np.zeros(1)})
+    with pytest.raises(PromptCachePersistenceError.Io, match="create_shard"):
+        write_live_block(tmp_path / "missing", block(), arrays())
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("nth", range(3))
+def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int, number: int
+) -> None:
+    calls, write = itertools.count(), os.write
+
+    def fail(descriptor: int, data: Any) -> int:
+        if next(calls) == nth:
+            raise OSError(number, os.strerror(number))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(PromptCachePersistenceError.Io) as caught:
+        write_live_block(tmp_path, block(), arrays())
+    assert (caught.value.action, caught.value.source.errno) == ("write_shard", number)  # type: ignore[attr-defined]
+    assert os.listdir(tmp_path) == []
