@@ -82,7 +82,31 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
+from shmcache.prompt.generations import (
+    PromptCacheGeneration,
+    PromptCacheGenerationKind,
+    prompt_cache_generations,
+    prune_prompt_cache,
+)
+from shmcache.prompt.header import MAX_PROMPT_CACHE_SHARD_HEADER_BYTES
 from shmcache.prompt.live import LiveCacheBlockPublication
+from shmcache.prompt.paths import (
+    PROMPT_CACHE_CURRENT_FILE,
+    PROMPT_CACHE_GENERATIONS_DIRECTORY,
+    prompt_cache_rank_path,
+    resolve_prompt_cache_root,
+    safe_prompt_cache_shard_path,
+)
+from shmcache.prompt.producing import write_block_shard, write_state_shard
+from shmcache.prompt.publication import PromptCachePublication
+from shmcache.prompt.reading import (
+    PromptCacheReader,
+    inspect_prompt_cache,
+    validate_prompt_cache_manifest,
+    verify_prompt_cache,
+)
+from shmcache.prompt.reversible import ReversiblePromptCachePublication
+from shmcache.prompt.shard import finalize_prompt_cache_shard, hash_prompt_cache_shard_payload
 from shmcache.states.execution import (
     CacheIoAdmission,
     CacheIoCompletionDisposition,
@@ -111,6 +135,9 @@ from shmcache.telemetry import (
 
 __all__ = [
     "CACHE_RESIDENCY_LAYER_REPORT_LIMIT",
+    "MAX_PROMPT_CACHE_SHARD_HEADER_BYTES",
+    "PROMPT_CACHE_CURRENT_FILE",
+    "PROMPT_CACHE_GENERATIONS_DIRECTORY",
     "PROMPT_CACHE_SCHEMA_VERSION",
     "AttentionPolicy",
     "CacheBlockId",
@@ -169,14 +196,19 @@ __all__ = [
     "PromptCacheBlock",
     "PromptCacheDescriptor",
     "PromptCacheError",
+    "PromptCacheGeneration",
+    "PromptCacheGenerationKind",
     "PromptCacheManifest",
     "PromptCacheModelIdentity",
     "PromptCacheOptions",
     "PromptCachePersistenceError",
+    "PromptCachePublication",
+    "PromptCacheReader",
     "PromptCacheStateSegment",
     "PromptCacheStateTensor",
     "PromptCacheTopology",
     "ReclaimedOwner",
+    "ReversiblePromptCachePublication",
     "SegmentError",
     "SegmentGeometry",
     "StateComponentPolicy",
@@ -194,8 +226,20 @@ __all__ = [
     "VerifyProblem",
     "VerifyReport",
     "derive_prompt_cache_architecture_fingerprint",
+    "finalize_prompt_cache_shard",
+    "hash_prompt_cache_shard_payload",
+    "inspect_prompt_cache",
+    "prompt_cache_generations",
+    "prompt_cache_rank_path",
     "prompt_cache_token_fingerprint",
+    "prune_prompt_cache",
+    "resolve_prompt_cache_root",
+    "safe_prompt_cache_shard_path",
     "segment_names",
     "segment_path",
+    "validate_prompt_cache_manifest",
     "validate_prompt_cache_model_identity",
+    "verify_prompt_cache",
+    "write_block_shard",
+    "write_state_shard",
 ]

@@ -40,6 +40,9 @@ BLOCK_TOKENS_MAX: Final = 1 << 20
 # Levels of arrays and objects in a JSON text; a manifest needs 8, the rest is for unknown keys.
 JSON_NESTING_MAX: Final = 64
 
+# The text of a prompt cache's manifest: 400,000 blocks. Longer ones are neither written nor read.
+PROMPT_MANIFEST_BYTES_MAX: Final = 256 << 20
+
 SEGMENT_PREFIX: Final = "shmcache."
 # Room for the prefix and the suffix of a temporary name within the 255 bytes of a file name.
 POOL_NAME_BYTES_MAX: Final = 100

@@ -6,6 +6,7 @@ safetensors format; of the codes below one byte numpy knows none, their arrays a
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, NamedTuple
 
 import ml_dtypes
@@ -69,3 +70,9 @@ def dtype_of(array: np.ndarray[Any, Any]) -> ShardDtype:
     if found is None:
         raise TypeError(f"a shard cannot hold elements of type {array.dtype}")
     return found
+
+
+def array_bytes(dtype: ShardDtype, shape: tuple[int, ...]) -> int | None:
+    """What an array occupies; None if that is no whole number of bytes."""
+    whole, rest = divmod(math.prod(shape) * dtype.width_bits, 8)
+    return None if rest else whole

@@ -26,6 +26,7 @@ from shmcache.bounds import instance
 from shmcache.errors import LiveCachePublicationError
 from shmcache.policy.identity import CacheBlockId, CacheRankIdentity, CacheRepresentation
 from shmcache.prompt.ownership import StagingOwner
+from shmcache.prompt.paths import rank_directory_name
 from shmcache.prompt.shard import Array, StoredShard, read_shard, write_shard
 
 _REPRESENTATIONS: Final = {
@@ -128,9 +129,10 @@ def remove_live_block(path: str | os.PathLike[str]) -> None:
 def _base_name(id: CacheBlockId) -> str:
     process, counter = _namespaces.get(os.getpid()) or _new_namespace()
     representation = _REPRESENTATIONS[id.representation]
+    rank = rank_directory_name(id.rank or CacheRankIdentity())
     return (
         f"live-{process}-w{next(counter):016x}-s{id.session_id:016x}-layer-{id.global_layer:05}"
-        f"-{representation}-{_rank_text(id.rank)}-{id.start}-{id.end}"
+        f"-{representation}-{rank}-{id.start}-{id.end}"
     )
 
 
@@ -139,17 +141,6 @@ def _new_namespace() -> tuple[str, Iterator[int]]:
     pid = os.getpid()
     made = f"p{pid:08x}-t{time.time_ns():032x}", itertools.count(1)
     return _namespaces.setdefault(pid, made)
-
-
-def _rank_text(rank: CacheRankIdentity | None) -> str:
-    return rank_directory_name(rank or CacheRankIdentity())
-
-
-def rank_directory_name(rank: CacheRankIdentity) -> str:
-    """`rank-p<stage>-t<shard>-e<addressable>`, with an x for an absent axis."""
-    axes = (rank.stage_rank, rank.shard_rank, rank.addressable_rank)
-    stage, shard, addressable = ("x" if axis is None else str(axis) for axis in axes)
-    return f"rank-p{stage}-t{shard}-e{addressable}"
 
 
 def _io(action: str, path: Path, error: OSError) -> LiveCachePublicationError.Io:

@@ -41,7 +41,8 @@ class StagingOwner:
 
     def __init__(self, discard: Callable[..., None], *arguments: Any) -> None:
         self._uses = itertools.count()
-        self._finalizer = weakref.finalize(self, _discard, process_mark(), discard, *arguments)
+        self._born = process_mark()
+        self._finalizer = weakref.finalize(self, _discard, self._born, discard, *arguments)
 
     def close(self) -> None:
         """Discard what was staged, unless it was committed. Idempotent, never raises."""
@@ -52,11 +53,14 @@ class StagingOwner:
     def _is_open(self) -> bool:
         return self._finalizer.alive
 
+    def _require_owner(self) -> None:
+        """Errors: RuntimeError in a forked child."""
+        if self._born != process_mark():
+            raise RuntimeError("this publication belongs to the parent process")
+
     def _claim(self) -> None:
         """Errors: RuntimeError the second time, after `close`, and in a forked child."""
-        finalizer = self._finalizer.peek()
-        if finalizer is not None and finalizer[2][0] != process_mark():
-            raise RuntimeError("this publication belongs to the parent process")
+        self._require_owner()
         if next(self._uses):
             raise RuntimeError("this publication has been committed or closed before")
 

@@ -19,7 +19,6 @@ Cost: no copy of the payload; both ways are as fast as the hash lets them (docs/
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ import msgspec
 import numpy as np
 
 from shmcache.errors import PromptCachePersistenceError
-from shmcache.prompt.dtypes import DTYPES, LAYOUT_ORDER, ShardDtype, dtype_of
+from shmcache.prompt.dtypes import DTYPES, LAYOUT_ORDER, dtype_of
 from shmcache.prompt.files import READ_FLAGS, StrPath, created, step, sync_file, write_all
 from shmcache.prompt.header import (
     MAX_PROMPT_CACHE_SHARD_HEADER_BYTES,
@@ -112,7 +111,8 @@ def finalize_prompt_cache_shard(path: StrPath) -> str:
     target = Path(path)
     with open_shard(target) as descriptor:
         sync_file(descriptor, target)
-        return _hash_payload(descriptor, target)
+        payload_start = read_shard_header(descriptor, target).payload_start
+        return hash_payload(descriptor, target, payload_start)
 
 
 def hash_prompt_cache_shard_payload(path: StrPath) -> str:
@@ -123,7 +123,8 @@ def hash_prompt_cache_shard_payload(path: StrPath) -> str:
     """
     target = Path(path)
     with open_shard(target) as descriptor:
-        return _hash_payload(descriptor, target)
+        payload_start = read_shard_header(descriptor, target).payload_start
+        return hash_payload(descriptor, target, payload_start)
 
 
 @contextmanager
@@ -174,14 +175,8 @@ def view(buffer: memoryview, array: ShardArray) -> Array:
     return np.ndarray(array.shape, kind, buffer, array.begin)
 
 
-def array_bytes(dtype: ShardDtype, shape: tuple[int, ...]) -> int | None:
-    """What an array occupies; None if that is no whole number of bytes."""
-    whole, rest = divmod(math.prod(shape) * dtype.width_bits, 8)
-    return None if rest else whole
-
-
-def _hash_payload(descriptor: int, path: Path) -> str:
-    position = read_shard_header(descriptor, path).payload_start
+def hash_payload(descriptor: int, path: Path, position: int) -> str:
+    """SHA-256 of everything from `position` on."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     while True:
