@@ -3,7 +3,14 @@
 Start at `CacheResidencyPool`; docs/architecture.md tells how the pieces fit.
 """
 
-from shmcache._core import CachePoolMembership, CachePoolReservation
+from shmcache._core import (
+    Block,
+    CachePoolMembership,
+    CachePoolReservation,
+    Claim,
+    Lease,
+    LeaseRun,
+)
 from shmcache.errors import (
     CacheIoExecutionStateError,
     CacheIoWorkerError,
@@ -63,6 +70,13 @@ from shmcache.policy.state_kinds import (
     StateTensorRole,
 )
 from shmcache.policy.topology import LayerRange, PromptCacheStateSegment, PromptCacheTopology
+from shmcache.pool.arena import (
+    ArenaClass,
+    ArenaHolding,
+    ArenaReport,
+    BlockStat,
+    PublishResult,
+)
 from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
     OwnerRecord,
@@ -109,7 +123,12 @@ from shmcache.telemetry import (
 __all__ = [
     "CACHE_RESIDENCY_LAYER_REPORT_LIMIT",
     "PROMPT_CACHE_SCHEMA_VERSION",
+    "ArenaClass",
+    "ArenaHolding",
+    "ArenaReport",
     "AttentionPolicy",
+    "Block",
+    "BlockStat",
     "CacheBlockId",
     "CacheBlockLifecycle",
     "CacheBlockStorage",
@@ -150,11 +169,14 @@ __all__ = [
     "CacheStorageError",
     "CacheStoragePhase",
     "CacheTier",
+    "Claim",
     "ContractError",
     "LayerCachePolicy",
     "LayerRange",
     "LayerSchedule",
     "LayerScheduleError",
+    "Lease",
+    "LeaseRun",
     "MutableCacheTail",
     "MutableStateResidency",
     "OwnerRecord",
@@ -170,6 +192,7 @@ __all__ = [
     "PromptCacheStateSegment",
     "PromptCacheStateTensor",
     "PromptCacheTopology",
+    "PublishResult",
     "ReclaimedOwner",
     "SegmentError",
     "SegmentGeometry",

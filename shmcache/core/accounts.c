@@ -58,7 +58,7 @@ static void put_current_and_peaks(struct shmc_handle *handle, const uint64_t *cu
 
 /* Finds a FREE entry and puts its removal from the free list into the record. */
 enum shmc_status shmc_entry_take(struct shmc_handle *handle, struct shmc_table *table,
-                                   uint64_t *index)
+                                 uint64_t *index)
 {
     uint64_t free = *table->free;
     uint64_t mark = *table->mark;
@@ -79,7 +79,7 @@ enum shmc_status shmc_entry_take(struct shmc_handle *handle, struct shmc_table *
 
 /* Fills a taken entry and makes it LIVE when the record commits. */
 void shmc_entry_put_live(struct shmc_handle *handle, struct shmc_table *table, uint64_t index,
-                     const uint64_t *usage, uint64_t id, struct shmc_token *token)
+                         const uint64_t *usage, uint64_t id, struct shmc_token *token)
 {
     struct shmc_entry *entry = &table->entries[index];
     struct shmc_owner *owner = &handle->owners[handle->slot];
@@ -94,7 +94,7 @@ void shmc_entry_put_live(struct shmc_handle *handle, struct shmc_table *table, u
 }
 
 void shmc_entry_put_free(struct shmc_handle *handle, struct shmc_table *table, uint64_t index,
-                     uint32_t slot)
+                         uint32_t slot)
 {
     struct shmc_entry *entry = &table->entries[index];
     struct shmc_owner *owner = &handle->owners[slot];
@@ -107,7 +107,7 @@ void shmc_entry_put_free(struct shmc_handle *handle, struct shmc_table *table, u
 
 /* STALE when the token's entry was given back already, by reclaim or by another thread. */
 enum shmc_status shmc_entry_find(struct shmc_handle *handle, struct shmc_table *table,
-                                   uint32_t slot, struct shmc_token token)
+                                 uint32_t slot, struct shmc_token token)
 {
     if (token.index >= table->max)
         return SHMC_STALE;

@@ -83,9 +83,10 @@ static enum shmc_status put_writing(struct shmc_handle *handle, struct shmc_requ
         current <= handle->header.geometry.limits[SHMC_HOST])
         shmc_redo_set(handle, &handle->control->peak[SHMC_HOST], current);
     shmc_redo_set(handle, &owner->held, shmc_redo_get(handle, &owner->held) + 1);
-    request->lease = (struct shmc_lease){
-        .block = index, .generation = block->generation, .place = block->place,
-        .bytes = request->bytes};
+    request->lease = (struct shmc_lease){.block = index,
+                                         .generation = block->generation,
+                                         .place = block->place,
+                                         .bytes = request->bytes};
     request->capacity = class->block_bytes;
     return SHMC_OK;
 }
@@ -305,9 +306,9 @@ enum shmc_status shmc_blocks_invalidate(struct shmc_handle *handle, struct shmc_
     struct shmc_class *class;
     uint64_t index = SHMC_NO_INDEX;
     uint64_t *entry = shmc_index_find(handle, request->key, &index);
-    if (entry == NULL || (request->named && !shmc_block_is(handle,
-                                                          SHMC_BLOCK_NAME(index, request->lease.generation),
-                                                          SHMC_BLOCK_PUBLISHED)))
+    if (entry == NULL ||
+        (request->named && !shmc_block_is(handle, SHMC_BLOCK_NAME(index, request->lease.generation),
+                                          SHMC_BLOCK_PUBLISHED)))
         return SHMC_ABSENT;
     enum shmc_status status = shmc_slab_of(handle, index, &slab, &class);
     if (status != SHMC_OK)
@@ -316,7 +317,8 @@ enum shmc_status shmc_blocks_invalidate(struct shmc_handle *handle, struct shmc_
     shmc_redo_begin(handle, SHMC_OP_INVALIDATE);
     status = shmc_put_withdrawn(handle, index, class, entry);
     if (status == SHMC_OK)
-        status = unread ? shmc_put_free(handle, index, class) : shmc_policy_doom(handle, class, index);
+        status =
+            unread ? shmc_put_free(handle, index, class) : shmc_policy_doom(handle, class, index);
     if (status != SHMC_OK)
         return status;
     if (!unread)
@@ -377,7 +379,7 @@ enum shmc_status shmc_blocks_reclaim(struct shmc_handle *handle, uint32_t slot,
     return SHMC_OK;
 }
 
-/* ---- reading ---------------------------------------------------------------------------------- */
+/* ---- reading ------------------------------------------------------------------------------- */
 
 void shmc_arena_report(struct shmc_handle *handle, struct shmc_arena_report *report)
 {

@@ -1,7 +1,7 @@
 /* census.c: who leases what, counted from the rows of pins.
  *
- * Why         Leases are counted per process and nowhere else; people who look for their memory, and
- *             the error that says that an arena is full, want to know who holds it.
+ * Why         Leases are counted per process and nowhere else; people who look for their memory,
+ *             and the error that says that an arena is full, want to know who holds it.
  * Contract    Takes no lock and changes nothing. What it says was true of each block at some moment
  *             of the walk. Every index is checked: the words may be anything.
  * Cost        One load per 64 blocks and owner, and one block per pin.

@@ -13,7 +13,7 @@
 #include <string.h>
 
 void shmc_walk_report(struct shmc_walk *walk, enum shmc_problem_kind kind, uint64_t index,
-                   uint64_t expected, uint64_t actual)
+                      uint64_t expected, uint64_t actual)
 {
     struct shmc_request *request = walk->request;
     if (request->problems_count < request->problems_max)
@@ -23,7 +23,7 @@ void shmc_walk_report(struct shmc_walk *walk, enum shmc_problem_kind kind, uint6
 }
 
 void shmc_walk_expect(struct shmc_walk *walk, enum shmc_problem_kind kind, uint64_t index,
-                   uint64_t expected, uint64_t actual)
+                      uint64_t expected, uint64_t actual)
 {
     if (expected != actual)
         shmc_walk_report(walk, kind, index, expected, actual);
@@ -120,7 +120,8 @@ static void walk_manager_index(struct shmc_walk *walk)
         uint64_t index = handle->manager_index[bucket];
         for (uint64_t first = index; index != SHMC_NO_INDEX; linked++) {
             if (index >= handle->managers.max || linked >= handle->managers.max) {
-                shmc_walk_report(walk, SHMC_PROBLEM_MANAGER_INDEX, bucket, handle->managers.max, index);
+                shmc_walk_report(walk, SHMC_PROBLEM_MANAGER_INDEX, bucket, handle->managers.max,
+                                 index);
                 return;
             }
             const struct shmc_entry *entry = &handle->managers.entries[index];
@@ -131,7 +132,8 @@ static void walk_manager_index(struct shmc_walk *walk)
             index = entry->next;
         }
     }
-    shmc_walk_expect(walk, SHMC_PROBLEM_MANAGER_INDEX, SHMC_NO_INDEX, *handle->managers.live, linked);
+    shmc_walk_expect(walk, SHMC_PROBLEM_MANAGER_INDEX, SHMC_NO_INDEX, *handle->managers.live,
+                     linked);
 }
 
 static void walk_owners(struct shmc_walk *walk)
@@ -141,7 +143,8 @@ static void walk_owners(struct shmc_walk *walk)
     for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++) {
         const struct shmc_owner *owner = &handle->owners[slot];
         if (owner->state > SHMC_OWNER_CLEANING)
-            shmc_walk_report(walk, SHMC_PROBLEM_OWNER_STATE, slot, SHMC_OWNER_CLEANING, owner->state);
+            shmc_walk_report(walk, SHMC_PROBLEM_OWNER_STATE, slot, SHMC_OWNER_CLEANING,
+                             owner->state);
         uint64_t active = handle->control->active[slot / 64] >> slot % 64 & 1;
         shmc_walk_expect(walk, SHMC_PROBLEM_OWNER_ACTIVE, slot, owner->state != SHMC_OWNER_FREE,
                          active);
@@ -152,7 +155,8 @@ static void walk_owners(struct shmc_walk *walk)
         }
         shmc_walk_expect(walk, SHMC_PROBLEM_OWNER_HELD, slot, handle->scratch[slot], owner->held);
     }
-    shmc_walk_expect(walk, SHMC_PROBLEM_OWNER_COUNT, SHMC_NO_INDEX, in_use, handle->control->owners);
+    shmc_walk_expect(walk, SHMC_PROBLEM_OWNER_COUNT, SHMC_NO_INDEX, in_use,
+                     handle->control->owners);
 }
 
 void shmc_check(struct shmc_handle *handle, struct shmc_request *request)
@@ -181,8 +185,10 @@ void shmc_check(struct shmc_handle *handle, struct shmc_request *request)
     for (uint32_t axis = 0; axis < SHMC_AXES; axis++) {
         uint64_t limit = handle->header.geometry.limits[axis];
         if (walk.overflow || walk.current[axis] != control->current[axis])
-            shmc_walk_report(&walk, SHMC_PROBLEM_TOTAL, axis, walk.current[axis], control->current[axis]);
+            shmc_walk_report(&walk, SHMC_PROBLEM_TOTAL, axis, walk.current[axis],
+                             control->current[axis]);
         if (control->peak[axis] > limit)
-            shmc_walk_report(&walk, SHMC_PROBLEM_PEAK_ABOVE_LIMIT, axis, limit, control->peak[axis]);
+            shmc_walk_report(&walk, SHMC_PROBLEM_PEAK_ABOVE_LIMIT, axis, limit,
+                             control->peak[axis]);
     }
 }

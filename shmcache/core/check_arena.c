@@ -140,8 +140,7 @@ static void walk_slab_blocks(struct arena_walk *arena, uint64_t index, const str
             break;
         const struct shmc_block *block = &handle->blocks[next - 1];
         uint64_t offset = block->place - start;
-        if (block->place < start || offset % block_bytes != 0 ||
-            offset / block_bytes >= slab->mark)
+        if (block->place < start || offset % block_bytes != 0 || offset / block_bytes >= slab->mark)
             shmc_walk_report(arena->walk, SHMC_PROBLEM_BLOCK_PLACE, next - 1, start, block->place);
         used += block->state != SHMC_BLOCK_FREE;
         next = block->sibling;
@@ -172,8 +171,7 @@ static void walk_slab(struct arena_walk *arena, uint64_t index)
             shmc_walk_report(arena->walk, SHMC_PROBLEM_SLAB_BLOCKS, index, 0, slab->used);
         return;
     }
-    uint64_t bytes =
-        class_index < SHMC_CLASSES_MAX ? handle->classes[class_index].block_bytes : 0;
+    uint64_t bytes = class_index < SHMC_CLASSES_MAX ? handle->classes[class_index].block_bytes : 0;
     if (state > SHMC_SLAB_DRAINING || bytes == 0 || index >= handle->control->slab_mark ||
         slab->mark > shmc_slab_places(handle, index, bytes) || slab->used > slab->mark ||
         (state == SHMC_SLAB_DRAINING) != (handle->control->draining == index + 1)) {
@@ -271,8 +269,7 @@ static void walk_free_blocks(struct arena_walk *arena)
     for (uint64_t next = handle->control->block_free; next != 0;) {
         if (!meet(arena, SHMC_PROBLEM_BLOCK_FREE_LIST, SHMC_NO_INDEX, next - 1))
             return;
-        if (next > handle->control->block_mark ||
-            handle->blocks[next - 1].state != SHMC_BLOCK_FREE)
+        if (next > handle->control->block_mark || handle->blocks[next - 1].state != SHMC_BLOCK_FREE)
             shmc_walk_report(arena->walk, SHMC_PROBLEM_BLOCK_FREE_LIST, next - 1, 0, 1);
         next = SHMC_LOW(handle->blocks[next - 1].links);
     }
@@ -296,7 +293,7 @@ static void walk_marks(struct arena_walk *arena)
     }
 }
 
-/* Each entry names a published block of that hash, no block twice; each published block is named. */
+/* Each entry names a published block of that hash, none twice; each published block is named. */
 static void walk_index(struct arena_walk *arena)
 {
     struct shmc_handle *handle = arena->handle;

@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-#define LANES 4u
+#define LANES   4u
 #define PRIME_1 0x9e3779b185ebca87ull
 #define PRIME_2 0xc2b2ae3d27d4eb4full
 #define PRIME_3 0x165667b19e3779f9ull

@@ -15,7 +15,7 @@
 #include "atomics.h"
 #include "internal.h"
 
-#define DRAIN_MAX  4096u /* ring entries drained while the lock is held: some hundred microseconds */
+#define DRAIN_MAX 4096u /* ring entries drained while the lock is held: some hundred microseconds */
 #define RUN_WINDOW 4096u /* a parent used so recently is of the run that its child is stored in */
 #define USES_MAX   0xffffu
 
@@ -58,9 +58,9 @@ enum shmc_status shmc_queue_remove(struct shmc_handle *handle, struct shmc_class
     if (older != 0)
         set_newer(handle, older, newer);
     if (newer == 0 || older == 0)
-        shmc_redo_set(handle, &class->ends[queue],
-                      SHMC_PAIR(newer == 0 ? older : SHMC_HIGH(ends),
-                                older == 0 ? newer : SHMC_LOW(ends)));
+        shmc_redo_set(
+            handle, &class->ends[queue],
+            SHMC_PAIR(newer == 0 ? older : SHMC_HIGH(ends), older == 0 ? newer : SHMC_LOW(ends)));
     shmc_redo_set(handle, &class->counts[queue], count - 1);
     return SHMC_OK;
 }
@@ -81,9 +81,9 @@ static enum shmc_status insert_below(struct shmc_handle *handle, struct shmc_cla
         set_newer(handle, older, index);
     shmc_redo_set(handle, &handle->blocks[block].links, SHMC_PAIR(newer, older));
     if (newer == 0 || older == 0)
-        shmc_redo_set(handle, &class->ends[queue],
-                      SHMC_PAIR(newer == 0 ? index : SHMC_HIGH(ends),
-                                older == 0 ? index : SHMC_LOW(ends)));
+        shmc_redo_set(
+            handle, &class->ends[queue],
+            SHMC_PAIR(newer == 0 ? index : SHMC_HIGH(ends), older == 0 ? index : SHMC_LOW(ends)));
     shmc_redo_set(handle, &class->counts[queue], count + 1);
     return SHMC_OK;
 }
@@ -146,8 +146,7 @@ static enum shmc_status use(struct shmc_handle *handle, struct shmc_class *class
         return status;
     uint64_t queue = SHMC_POLICY_QUEUE(policy) == SHMC_QUEUE_PROTECTED ? SHMC_QUEUE_PROTECTED
                                                                        : queue_for(handle, uses);
-    shmc_redo_set(handle, &handle->blocks[block].policy,
-                  SHMC_POLICY_OF(queue, uses, tick(handle)));
+    shmc_redo_set(handle, &handle->blocks[block].policy, SHMC_POLICY_OF(queue, uses, tick(handle)));
     return insert_below(handle, class, queue, block, 0);
 }
 

@@ -66,11 +66,11 @@ struct shmc_handle {
     uint8_t *write_base; /* of the arena; NULL for an observer */
     uint8_t *read_base;  /* the same bytes, not writable */
     uint64_t arena_bytes;
-    /* Leases of this process per block. A count and its bit in the row change together, under leaf. */
+    /* Leases of this process per block. A count and its bit change together, under leaf. */
     uint32_t *counts;
     uint32_t *verified; /* per block the low bits of the generation whose checksum was right */
     uint32_t leaf;      /* process-local lock of counts, row and ring, see pins.c */
-    uint64_t guard; /* shmc_process_guard() at open */
+    uint64_t guard;     /* shmc_process_guard() at open */
     uint64_t device;
     uint64_t inode;
     int segment_fd; /* borrowed */
@@ -187,9 +187,9 @@ bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block);
 struct shmc_ring *shmc_ring_of(const struct shmc_handle *handle, uint32_t slot);
 
 /* A block and its generation in one word, as rings and parents have it. */
-#define SHMC_BLOCK_NAME_MASK 0xffffffull
+#define SHMC_BLOCK_NAME_MASK               0xffffffull
 #define SHMC_BLOCK_NAME(block, generation) ((generation) << 24 | (block))
-#define SHMC_NAMED_BLOCK(name) ((name) & SHMC_BLOCK_NAME_MASK)
+#define SHMC_NAMED_BLOCK(name)             ((name) & SHMC_BLOCK_NAME_MASK)
 
 /* slabs.c; called with the lock held */
 uint64_t shmc_class_bytes(const struct shmc_handle *handle, uint64_t bytes);
@@ -234,8 +234,7 @@ enum shmc_status shmc_put_free(struct shmc_handle *handle, uint64_t index,
 enum shmc_status shmc_put_withdrawn(struct shmc_handle *handle, uint64_t index,
                                     struct shmc_class *class, uint64_t *entry);
 enum shmc_status shmc_retire_if_empty(struct shmc_handle *handle, struct shmc_slab *slab);
-bool shmc_close_to_readers(struct shmc_handle *handle, uint64_t index,
-                           enum shmc_block_state state);
+bool shmc_close_to_readers(struct shmc_handle *handle, uint64_t index, enum shmc_block_state state);
 enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *class,
                                 struct shmc_request *request);
 enum shmc_status shmc_make_host_room(struct shmc_handle *handle, struct shmc_request *request);

@@ -349,7 +349,7 @@ enum shmc_block_state {
     SHMC_BLOCK_WRITING = 1,   /* its owner fills it */
     SHMC_BLOCK_SEALED = 2,    /* immutable, of its owner's session */
     SHMC_BLOCK_PUBLISHED = 3, /* immutable, findable, nobody's */
-    SHMC_BLOCK_EVICTING = 4,  /* nobody may begin to use it; lasts no longer than the lock is held */
+    SHMC_BLOCK_EVICTING = 4,  /* nobody may begin to use it; lasts while the lock is held */
     SHMC_BLOCK_DOOMED = 5,    /* withdrawn while leased: unfindable, freed when no pin is left */
 };
 #define SHMC_BLOCK_STATE(word) ((word) & 0xffu)
@@ -365,8 +365,8 @@ enum shmc_block_state {
 
 #define SHMC_BLOCK_PROTECTED 1u /* in flags: never evicted */
 
-/* What is known of one block. A FREE block is either on the list of blocks without a place, or bound
- * to a place of a slab and on the list of that. The first line is what a reader needs. */
+/* What is known of one block. A FREE block is on the list of blocks without a place, or bound to a
+ * place of a slab and on the list of that. The first line is what a reader needs. */
 struct shmc_block {
     /* [redo record; PUBLISHED to EVICTING and back by a seq_cst exchange under the lock] enum
      * shmc_block_state; of WRITING and SEALED the owner's slot above */

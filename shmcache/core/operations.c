@@ -36,9 +36,8 @@ static bool needs_owner(enum shmc_operation operation)
 /* Whether the request changes leases of this process. */
 static bool needs_leaf(const struct shmc_handle *handle, enum shmc_operation operation)
 {
-    return handle->counts != NULL &&
-           (operation == SHMC_OP_ALLOCATE || operation == SHMC_OP_PUBLISH ||
-            operation == SHMC_OP_DISCARD);
+    return handle->counts != NULL && (operation == SHMC_OP_ALLOCATE ||
+                                      operation == SHMC_OP_PUBLISH || operation == SHMC_OP_DISCARD);
 }
 
 /* Marks the pool as replaced, unless an owner attached since the caller looked at all of them. Also

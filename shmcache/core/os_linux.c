@@ -94,8 +94,8 @@ void *shmc_os_map_at(int fd, uint64_t offset, uint64_t bytes, bool writable)
 
 bool shmc_os_map_again(void *address, int fd, uint64_t offset, uint64_t bytes)
 {
-    void *got = mmap(address, bytes, PROT_READ, MAP_SHARED | MAP_FIXED_NOREPLACE, fd,
-                     (off_t)offset);
+    void *got =
+        mmap(address, bytes, PROT_READ, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, (off_t)offset);
     if (got == MAP_FAILED)
         return false;
     if (got != address || madvise(got, bytes, MADV_DONTFORK) != 0) {

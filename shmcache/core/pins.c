@@ -25,7 +25,7 @@
 #include <string.h>
 
 #define SPINS_BEFORE_YIELD 200u
-#define MATCH_CHUNK        32u /* keys in flight at once: hides the misses of one behind the others */
+#define MATCH_CHUNK 32u /* keys in flight at once: hides the misses of one behind the others */
 
 /* ---- the leaf lock ------------------------------------------------------------------------- */
 
@@ -66,9 +66,7 @@ static uint64_t bit_of(uint64_t block)
 void shmc_pin(struct shmc_handle *handle, uint64_t block)
 {
 #ifdef SHMC_MUTANT_NAIVE_COUNTS
-    SHMC_POINT();
-    uint32_t before = __atomic_fetch_add(&handle->counts[block], 1, __ATOMIC_SEQ_CST);
-    if (before == 0)
+    if (shmc_add32_seq_cst(&handle->counts[block], 1) == 0)
         shmc_or_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], bit_of(block));
 #else
     if (handle->counts[block]++ == 0)
@@ -80,9 +78,7 @@ void shmc_pin(struct shmc_handle *handle, uint64_t block)
 bool shmc_unpin(struct shmc_handle *handle, uint64_t block)
 {
 #ifdef SHMC_MUTANT_NAIVE_COUNTS
-    SHMC_POINT();
-    uint32_t before = __atomic_fetch_sub(&handle->counts[block], 1, __ATOMIC_SEQ_CST);
-    if (before != 1)
+    if (shmc_add32_seq_cst(&handle->counts[block], UINT32_MAX) != 1)
         return false;
 #else
     SHMC_ASSERT(handle->counts[block] > 0);
@@ -222,7 +218,7 @@ static bool lease_key(struct shmc_handle *handle, const struct shmc_key_hash *ha
     return false;
 }
 
-/* Asks for the lines that lease_key() will need, in the order in which their addresses are known. */
+/* Asks for the lines that lease_key() will need, as soon as their addresses are known. */
 static void prefetch_candidates(const struct shmc_handle *handle, const struct shmc_key_hash *hash)
 {
     const uint64_t *row = shmc_pin_row(handle, handle->slot);

@@ -62,7 +62,7 @@ static enum shmc_status put_orphan(struct shmc_handle *handle, const struct shmc
 
 /* Puts "nobody can find it any more" into the record. */
 enum shmc_status shmc_put_withdrawn(struct shmc_handle *handle, uint64_t index,
-                                      struct shmc_class *class, uint64_t *entry)
+                                    struct shmc_class *class, uint64_t *entry)
 {
     struct shmc_block *block = block_at(handle, index);
     enum shmc_status status = shmc_queue_remove(handle, class, index);
@@ -77,8 +77,7 @@ enum shmc_status shmc_put_withdrawn(struct shmc_handle *handle, uint64_t index,
     return SHMC_OK;
 }
 
-enum shmc_status shmc_put_free(struct shmc_handle *handle, uint64_t index,
-                                 struct shmc_class *class)
+enum shmc_status shmc_put_free(struct shmc_handle *handle, uint64_t index, struct shmc_class *class)
 {
     shmc_redo_set(handle, &block_at(handle, index)->state, SHMC_BLOCK_FREE);
     shmc_redo_set(handle, &block_at(handle, index)->children, 0);
@@ -127,7 +126,8 @@ bool shmc_blocks_recover(struct shmc_handle *handle)
 {
     uint64_t note = shmc_load_relaxed(&handle->control->evicting);
     uint64_t index = SHMC_LOW(note) - 1ull;
-    if (index >= handle->header.geometry.blocks_max || (note & ~(EVICTING_DOOMED | UINT32_MAX)) != 0)
+    if (index >= handle->header.geometry.blocks_max ||
+        (note & ~(EVICTING_DOOMED | UINT32_MAX)) != 0)
         return false;
     struct shmc_block *block = block_at(handle, index);
     enum shmc_block_state before =
@@ -377,8 +377,8 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
         next = block->sibling;
         if (block->state == SHMC_BLOCK_FREE)
             continue;
-        bool can_go = block->state == SHMC_BLOCK_PUBLISHED &&
-                      (block->flags & SHMC_BLOCK_PROTECTED) == 0;
+        bool can_go =
+            block->state == SHMC_BLOCK_PUBLISHED && (block->flags & SHMC_BLOCK_PROTECTED) == 0;
         enum shmc_status status =
             can_go ? evict(handle, index, slab, class) : (enum shmc_status)SHMC_PINNED;
         if (status == SHMC_PINNED) {
@@ -419,7 +419,7 @@ static enum shmc_status drain_other(struct shmc_handle *handle, const struct shm
 /* Which room is missing, and makes some: in this class, or by taking a slab from another that is
  * used much less. */
 enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *class,
-                               struct shmc_request *request)
+                                struct shmc_request *request)
 {
     uint64_t others;
     enum shmc_status status = shmc_policy_drain_all(handle);

@@ -82,8 +82,7 @@ static void fill_arena_counts(struct shmc_header *header)
     header->slabs_max =
         arena ? (uint32_t)((g->arena_bytes + header->slab_bytes - 1) / header->slab_bytes) : 0;
     header->index_buckets = arena ? (uint32_t)((g->blocks_max + 3) / 4) : 0;
-    header->claim_buckets =
-        g->claims_max != 0 ? (uint32_t)power_of_two_at_least(g->claims_max) : 0;
+    header->claim_buckets = g->claims_max != 0 ? (uint32_t)power_of_two_at_least(g->claims_max) : 0;
     header->ring_entries = arena ? (uint32_t)ring_entries(g->blocks_max) : 0;
     header->ghosts_max =
         arena && g->eviction_policy == SHMC_POLICY_ADAPTIVE ? (uint32_t)g->blocks_max : 0;
@@ -432,8 +431,7 @@ static enum shmc_status map_tables(struct shmc_handle *handle)
     uint32_t owners = handle->header.geometry.owners_max;
     handle->pidfds = calloc(owners, sizeof *handle->pidfds);
     /* Pages that no check ever touches cost nothing. */
-    handle->scratch =
-        calloc(owners + handle->header.geometry.blocks_max, sizeof *handle->scratch);
+    handle->scratch = calloc(owners + handle->header.geometry.blocks_max, sizeof *handle->scratch);
     if (handle->pidfds == NULL || handle->scratch == NULL)
         return SHMC_SYSTEM;
     handle->mapped_bytes = handle->header.region_offset[SHMC_REGION_ARENA];
@@ -504,7 +502,7 @@ bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous)
         previous->read_base = own;
         return true;
     }
-    /* The address is free, for no mapping of the parent was inherited, and no other was made yet. */
+    /* The address is free: no mapping of the parent was inherited, no other was made yet. */
     if (!shmc_os_map_again(previous->read_base, next->segment_fd, offset, next->arena_bytes))
         return false;
     next->read_base = previous->read_base;

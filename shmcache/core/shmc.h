@@ -168,16 +168,16 @@ enum shmc_operation {
     /* in: bytes, manager as id, token of a reservation to consume; out: lease, capacity. MORE: the
      * same request again, it keeps its place in cursor */
     SHMC_OP_ALLOCATE,
-    SHMC_OP_SEAL,    /* in: lease */
-    SHMC_OP_PUBLISH, /* in: lease, key, parent, protect, checksum; out: lease, created */
-    SHMC_OP_DISCARD, /* in: lease of a block that is not published */
-    SHMC_OP_INVALIDATE, /* in: key; named: only that generation */
-    SHMC_OP_PROTECT,    /* in: key, protect */
-    SHMC_OP_EVICT,      /* in: bytes to free, cursor; out: released bytes of this chunk */
-    SHMC_OP_DRAIN,      /* tell the policy what this owner has read */
+    SHMC_OP_SEAL,         /* in: lease */
+    SHMC_OP_PUBLISH,      /* in: lease, key, parent, protect, checksum; out: lease, created */
+    SHMC_OP_DISCARD,      /* in: lease of a block that is not published */
+    SHMC_OP_INVALIDATE,   /* in: key; named: only that generation */
+    SHMC_OP_PROTECT,      /* in: key, protect */
+    SHMC_OP_EVICT,        /* in: bytes to free, cursor; out: released bytes of this chunk */
+    SHMC_OP_DRAIN,        /* tell the policy what this owner has read */
     SHMC_OP_ARENA_REPORT, /* out: arena_report */
-    SHMC_OP_RETIRE, /* in: attach_seq as the caller saw it */
-    SHMC_OP_CHECK,  /* in: problems[problems_max]; out: problems_count */
+    SHMC_OP_RETIRE,       /* in: attach_seq as the caller saw it */
+    SHMC_OP_CHECK,        /* in: problems[problems_max]; out: problems_count */
     SHMC_OPERATIONS,
 };
 
@@ -334,7 +334,7 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
 /* Thread id of the present holder of the lock, 0 when free. A hint. */
 pid_t shmc_lock_holder(const struct shmc_handle *handle);
 
-/* ---- pins.c: leases, without the lock --------------------------------------------------------- */
+/* ---- pins.c: leases, without the lock ------------------------------------------------------ */
 
 /* Leases the longest run of present keys from the first on; keys_count leases must fit. */
 enum shmc_status shmc_match(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
@@ -343,11 +343,11 @@ enum shmc_status shmc_match(struct shmc_handle *handle, const uint64_t *keys, ui
 bool shmc_contains(struct shmc_handle *handle, const uint64_t *key, struct shmc_lease *lease);
 void shmc_release(struct shmc_handle *handle, const struct shmc_lease *leases,
                   uint64_t leases_count);
-/* In a forked child, with its new handle: leases what a view of the parent shows; false when that is
- * not what it was. */
+/* In a forked child, with its new handle: leases what a view of the parent shows; false when that
+ * is not what it was. */
 bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease);
-/* For views that outlive the handle they were made through: next, which has leased their blocks, takes
- * over the mapping that they look at, at its address. False: they fault. */
+/* For views that outlive the handle they were made through: next, which has leased their blocks,
+ * takes over the mapping that they look at, at its address. False: they fault. */
 bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous);
 /* Makes the views of one block fault: they would show another's bytes. */
 void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease);
@@ -368,7 +368,7 @@ uint8_t *shmc_write_address(const struct shmc_handle *handle, const struct shmc_
 uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
                            enum shmc_counter counter);
 
-/* ---- census.c: who leases what, counted without the lock -------------------------------------- */
+/* ---- census.c: who leases what, counted without the lock ----------------------------------- */
 
 struct shmc_holding {
     uint64_t leased_blocks; /* with a pin of this owner */

@@ -53,8 +53,7 @@ enum shmc_status shmc_slab_of(const struct shmc_handle *handle, uint64_t block,
     SHMC_CHECK(index < handle->header.slabs_max);
     *slab = &handle->slabs[index];
     uint64_t class_index = SHMC_SLAB_CLASS((*slab)->state);
-    SHMC_CHECK(SHMC_SLAB_STATE((*slab)->state) != SHMC_SLAB_FREE &&
-               class_index < SHMC_CLASSES_MAX);
+    SHMC_CHECK(SHMC_SLAB_STATE((*slab)->state) != SHMC_SLAB_FREE && class_index < SHMC_CLASSES_MAX);
     *class = &handle->classes[class_index];
     SHMC_CHECK((*class)->block_bytes != 0);
     return SHMC_OK;
@@ -175,8 +174,7 @@ static enum shmc_status take_free(struct shmc_handle *handle, uint64_t block_byt
         uint64_t next = looked == 0 ? *word : SHMC_HIGH(*word);
         if (next == 0)
             break;
-        SHMC_CHECK(next <= control->slab_mark &&
-                   handle->slabs[next - 1].state == SHMC_SLAB_FREE);
+        SHMC_CHECK(next <= control->slab_mark && handle->slabs[next - 1].state == SHMC_SLAB_FREE);
         uint64_t after = SHMC_HIGH(handle->slabs[next - 1].links);
         if (shmc_slab_places(handle, next - 1, block_bytes) != 0) {
             shmc_redo_put(handle, word, looked == 0 ? after : SHMC_PAIR(after, 0));
@@ -230,8 +228,7 @@ static enum shmc_status assign(struct shmc_handle *handle, struct shmc_class *cl
     if (status != SHMC_OK)
         return status;
     struct shmc_slab *slab = &handle->slabs[index];
-    shmc_redo_set(handle, &slab->state,
-                  SHMC_SLAB_OF(SHMC_SLAB_ASSIGNED, class - handle->classes));
+    shmc_redo_set(handle, &slab->state, SHMC_SLAB_OF(SHMC_SLAB_ASSIGNED, class - handle->classes));
     shmc_redo_set(handle, &class->slabs, class->slabs + 1);
     shmc_redo_set(handle, &handle->control->slabs_used, handle->control->slabs_used + 1);
     status = partial_insert(handle, class, slab);
@@ -337,8 +334,7 @@ enum shmc_status shmc_slab_drain_begin(struct shmc_handle *handle, struct shmc_s
         status = partial_remove(handle, class, slab);
     if (status != SHMC_OK)
         return status;
-    shmc_redo_set(handle, &slab->state,
-                  SHMC_SLAB_OF(SHMC_SLAB_DRAINING, class - handle->classes));
+    shmc_redo_set(handle, &slab->state, SHMC_SLAB_OF(SHMC_SLAB_DRAINING, class - handle->classes));
     shmc_redo_set(handle, &handle->control->draining, (uint64_t)(slab - handle->slabs) + 1);
     shmc_redo_commit(handle);
     return SHMC_OK;
@@ -351,8 +347,7 @@ enum shmc_status shmc_slab_drain_cancel(struct shmc_handle *handle, struct shmc_
     enum shmc_status status = SHMC_OK;
     uint64_t places = shmc_slab_places(handle, slab - handle->slabs, class->block_bytes);
     shmc_redo_begin(handle, SHMC_OP_ALLOCATE);
-    shmc_redo_set(handle, &slab->state,
-                  SHMC_SLAB_OF(SHMC_SLAB_ASSIGNED, class - handle->classes));
+    shmc_redo_set(handle, &slab->state, SHMC_SLAB_OF(SHMC_SLAB_ASSIGNED, class - handle->classes));
     shmc_redo_set(handle, &handle->control->draining, 0);
     if (slab->used < places)
         status = partial_insert(handle, class, slab);

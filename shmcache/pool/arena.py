@@ -1,7 +1,7 @@
 """The arena of a pool: store once, lease anywhere, without copying.
 
-Why         Workers of one host compute the same prefixes; each should be in memory once, readable by
-            all, and gone when room is needed and nobody reads it.
+Why         Workers of one host compute the same prefixes; each should be in memory once, readable
+            by all, and gone when room is needed and nobody reads it.
 Contract    allocate -> write -> publish makes a block visible under a 256-bit key; lookup and match
             lease what is there. What nobody leases is evicted when room is needed, by the policy
             chosen at create. A miss is always a correct answer.
@@ -9,8 +9,8 @@ Invariants  G1: a block is charged on the host axis, with the size of its class.
 Concurrency Any thread. Hits and misses take no lock.
 Death       Unpublished blocks, leases and claims of a killed process are given back by reclaim;
             published blocks stay.
-Errors      SegmentError.ArenaFull, BlockTooLarge, NoArena, TableFull; CachePoolError.BudgetExceeded;
-            BufferError while views live.
+Errors      SegmentError.ArenaFull, BlockTooLarge, NoArena, TableFull;
+            CachePoolError.BudgetExceeded; BufferError while views live.
 Cost        docs/performance.md.
 """
 
@@ -110,10 +110,12 @@ class ArenaReport(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def published_bytes(self) -> int:
+        """Findable by their keys."""
         return self._bytes("published")
 
     @property
     def private_bytes(self) -> int:
+        """Written or kept by one owner."""
         return self._bytes("private")
 
     @property
@@ -123,6 +125,7 @@ class ArenaReport(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def evictable_bytes(self) -> int:
+        """Published, and neither leased nor protected."""
         return self._bytes("evictable")
 
     @property
