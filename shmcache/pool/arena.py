@@ -16,7 +16,7 @@ Cost        docs/performance.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -194,7 +194,7 @@ class ArenaPool(_core.Arena):
         until_ns = deadline_ns(timeout)
         answer = self._claim_or_lease(key)
         if answer is None:
-            answer = patiently(self, lambda: self._claim_or_lease(key), until_ns)
+            return patiently(self, lambda: self._claim_or_lease(key), until_ns)
         return answer
 
     def _claim_or_lease(self, key: Key) -> _core.Lease | _core.Claim | None:
@@ -284,10 +284,8 @@ class ArenaPool(_core.Arena):
 
 
 def _each(keys: Key | Keys) -> Iterable[Key]:
-    if isinstance(keys, bytes):
-        return (keys,)
     if isinstance(keys, np.ndarray):
-        return (keys,) if keys.ndim == 1 else [bytes(key) for key in keys]
-    if isinstance(keys, Sequence):
-        return keys
-    return (keys,)
+        return (keys,) if keys.ndim == 1 else list(keys)
+    if isinstance(keys, bytes | bytearray | memoryview):
+        return (keys,)
+    return keys
