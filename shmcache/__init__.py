@@ -3,7 +3,14 @@
 Start at `CacheResidencyPool`; docs/architecture.md tells how the pieces fit.
 """
 
-from shmcache._core import CachePoolMembership, CachePoolReservation
+from shmcache._core import (
+    Block,
+    CachePoolMembership,
+    CachePoolReservation,
+    Claim,
+    Lease,
+    LeaseRun,
+)
 from shmcache.errors import (
     CacheIoExecutionStateError,
     CacheIoWorkerError,
@@ -65,6 +72,13 @@ from shmcache.policy.state_kinds import (
     StateTensorRole,
 )
 from shmcache.policy.topology import LayerRange, PromptCacheStateSegment, PromptCacheTopology
+from shmcache.pool.arena import (
+    ArenaClass,
+    ArenaHolding,
+    ArenaReport,
+    BlockStat,
+    PublishResult,
+)
 from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
     OwnerRecord,
@@ -139,7 +153,12 @@ __all__ = [
     "PROMPT_CACHE_CURRENT_FILE",
     "PROMPT_CACHE_GENERATIONS_DIRECTORY",
     "PROMPT_CACHE_SCHEMA_VERSION",
+    "ArenaClass",
+    "ArenaHolding",
+    "ArenaReport",
     "AttentionPolicy",
+    "Block",
+    "BlockStat",
     "CacheBlockId",
     "CacheBlockLifecycle",
     "CacheBlockStorage",
@@ -180,11 +199,14 @@ __all__ = [
     "CacheStorageError",
     "CacheStoragePhase",
     "CacheTier",
+    "Claim",
     "ContractError",
     "LayerCachePolicy",
     "LayerRange",
     "LayerSchedule",
     "LayerScheduleError",
+    "Lease",
+    "LeaseRun",
     "LiveCacheBlockPublication",
     "LiveCachePublicationError",
     "MutableCacheTail",
@@ -207,6 +229,7 @@ __all__ = [
     "PromptCacheStateSegment",
     "PromptCacheStateTensor",
     "PromptCacheTopology",
+    "PublishResult",
     "ReclaimedOwner",
     "ReversiblePromptCachePublication",
     "SegmentError",

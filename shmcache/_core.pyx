@@ -14,14 +14,18 @@ Fork        The first use of an inherited attachment opens the segment anew, as 
 Errors      One table: a status without an entry is a mistake that a test finds.
 
 core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/tokens.pxi the
-tokens.
+tokens, core/arena.pxi what an attachment does in the arena, core/leases.pxi what that hands out.
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX
-from libc.stdlib cimport calloc, free, realloc
-from libc.string cimport memset
+from libc.stdlib cimport calloc, free, malloc, realloc
+from libc.string cimport memcpy, memset
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_CheckBuffer,
+    PyObject_GetBuffer)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from posix.unistd cimport close as close_descriptor
 from cpython.object cimport PyObject
 
@@ -50,14 +54,26 @@ STATE_ACTIVE, STATE_RETIRED, STATE_POISONED = (
     SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED, SHMC_POOL_POISONED)
 VERDICT_ALIVE, VERDICT_DEAD, VERDICT_UNKNOWN = SHMC_ALIVE, SHMC_DEAD, SHMC_UNKNOWN
 OWNER_CLEANING = SHMC_OWNER_CLEANING
+FLAG_VERIFY_FIRST, FLAG_VERIFY_ALWAYS, FLAG_HUGE_THP = (
+    SHMC_FLAG_VERIFY_FIRST, SHMC_FLAG_VERIFY_ALWAYS, SHMC_FLAG_HUGE_THP)
+OP_INVALIDATE, OP_PROTECT = SHMC_OP_INVALIDATE, SHMC_OP_PROTECT
 
 # ---- values of higher layers, told once by pool/ -----------------------------------------------
 
 cdef object _usage_type = None
 cdef object _report_type = None
 cdef tuple _resources = ()
+cdef object _publish_result = None
+cdef object _array_type = None
+cdef object _dtype_type = None
 # Where a usage keeps its four fields: reading them as attributes would cost half of an admission.
 cdef Py_ssize_t _usage_offsets[AXES]
+
+
+def bind_arrays(publish_result, array_type, dtype_type):
+    """Tell the binding what a publication answers, and numpy's types of arrays and dtypes."""
+    global _publish_result, _array_type, _dtype_type
+    _publish_result, _array_type, _dtype_type = publish_result, array_type, dtype_type
 
 
 def bind_values(usage_type, report_type, resources):
@@ -118,7 +134,10 @@ cdef dict _ERRORS = {
     SHMC_RESERVATIONS_FULL: lambda pool: SegmentError.TableFull(
         "reservations", pool._capacity(1)),
     SHMC_OWNERS_FULL: lambda pool: SegmentError.OwnersFull(pool._capacity(2)),
-    SHMC_STALE: lambda pool: ValueError("the reservation was released already"),
+    SHMC_STALE: lambda pool: ValueError("the reservation or block was released already"),
+    SHMC_CLAIMS_FULL: lambda pool: SegmentError.TableFull("claims", pool._capacity(3)),
+    SHMC_CLASSES_FULL: lambda pool: SegmentError.TableFull("block sizes", SHMC_CLASSES_MAX),
+    SHMC_NO_ARENA: lambda pool: SegmentError.NoArena(pool.name),
     SHMC_NOT_JOINED: lambda pool: TypeError("an observer holds nothing: attach to the pool"),
 }
 
@@ -130,7 +149,8 @@ def status_name(int status):
 
 def status_table():
     """(name, retry, has an error) of every status, for the test that proves the table total."""
-    carried = (SHMC_BUDGET_EXCEEDED, SHMC_DUPLICATE_MANAGER, SHMC_UNKNOWN_MANAGER)
+    carried = (SHMC_BUDGET_EXCEEDED, SHMC_DUPLICATE_MANAGER, SHMC_UNKNOWN_MANAGER,
+               SHMC_ARENA_FULL, SHMC_TOO_LARGE)
     return [
         (status_name(status), bool(shmc_status_retry(<shmc_status>status)),
          status in _ERRORS or status in carried)
@@ -155,6 +175,10 @@ cdef int _read_geometry(object spec, shmc_geometry *geometry) except -1:
     geometry.limits[3] = spec.limits.disk_bytes
     geometry.arena_bytes = spec.arena_bytes
     geometry.blocks_max = spec.blocks_max
+    geometry.block_bytes_max = spec.block_bytes_max
+    geometry.free_low_bytes = spec.free_low_bytes
+    geometry.free_high_bytes = spec.free_high_bytes
+    geometry.claims_max = spec.claims_max
     geometry.owners_max = spec.owners_max
     geometry.managers_max = spec.managers_max
     geometry.reservations_max = spec.reservations_max
@@ -193,4 +217,9 @@ def problem_texts():
 
 
 include "core/attachment.pxi"
+
+cdef class Arena(Attachment)  # in arena.pxi; what it hands out comes first
+
 include "core/tokens.pxi"
+include "core/leases.pxi"
+include "core/arena.pxi"

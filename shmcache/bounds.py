@@ -25,7 +25,12 @@ MANAGERS_MAX_DEFAULT: Final = 1024
 MANAGERS_MAX_LIMIT: Final = 65536
 RESERVATIONS_MAX_DEFAULT: Final = 8192
 RESERVATIONS_MAX_LIMIT: Final = 1 << 20
-BLOCKS_MAX_LIMIT: Final = 1 << 24
+CLAIMS_MAX_DEFAULT: Final = 1024
+CLAIMS_MAX_LIMIT: Final = 65536
+BLOCKS_MAX_LIMIT: Final = (1 << 24) - 1
+# The largest block, unless a pool is made for larger ones: what fits a huge page.
+BLOCK_BYTES_MAX_DEFAULT: Final = 2 << 20
+BLOCK_BYTES_LIMIT: Final = 1 << 40
 
 # Below this a pool has no arena: one page per block and its tables would cost more than they hold.
 ARENA_BYTES_MIN: Final = 64 << 10

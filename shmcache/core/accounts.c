@@ -57,8 +57,8 @@ static void put_current_and_peaks(struct shmc_handle *handle, const uint64_t *cu
 /* ---- entries ------------------------------------------------------------------------------- */
 
 /* Finds a FREE entry and puts its removal from the free list into the record. */
-static enum shmc_status take_entry(struct shmc_handle *handle, struct shmc_table *table,
-                                   uint64_t *index)
+enum shmc_status shmc_entry_take(struct shmc_handle *handle, struct shmc_table *table,
+                                 uint64_t *index)
 {
     uint64_t free = *table->free;
     uint64_t mark = *table->mark;
@@ -78,8 +78,8 @@ static enum shmc_status take_entry(struct shmc_handle *handle, struct shmc_table
 }
 
 /* Fills a taken entry and makes it LIVE when the record commits. */
-static void put_live(struct shmc_handle *handle, struct shmc_table *table, uint64_t index,
-                     const uint64_t *usage, uint64_t id, struct shmc_token *token)
+void shmc_entry_put_live(struct shmc_handle *handle, struct shmc_table *table, uint64_t index,
+                         const uint64_t *usage, uint64_t id, struct shmc_token *token)
 {
     struct shmc_entry *entry = &table->entries[index];
     struct shmc_owner *owner = &handle->owners[handle->slot];
@@ -93,8 +93,8 @@ static void put_live(struct shmc_handle *handle, struct shmc_table *table, uint6
     shmc_redo_put(handle, &owner->held, owner->held + 1);
 }
 
-static void put_free(struct shmc_handle *handle, struct shmc_table *table, uint64_t index,
-                     uint32_t slot)
+void shmc_entry_put_free(struct shmc_handle *handle, struct shmc_table *table, uint64_t index,
+                         uint32_t slot)
 {
     struct shmc_entry *entry = &table->entries[index];
     struct shmc_owner *owner = &handle->owners[slot];
@@ -106,8 +106,8 @@ static void put_free(struct shmc_handle *handle, struct shmc_table *table, uint6
 }
 
 /* STALE when the token's entry was given back already, by reclaim or by another thread. */
-static enum shmc_status find_token(struct shmc_handle *handle, struct shmc_table *table,
-                                   uint32_t slot, struct shmc_token token)
+enum shmc_status shmc_entry_find(struct shmc_handle *handle, struct shmc_table *table,
+                                 uint32_t slot, struct shmc_token token)
 {
     if (token.index >= table->max)
         return SHMC_STALE;
@@ -189,11 +189,11 @@ enum shmc_status shmc_accounts_register(struct shmc_handle *handle, struct shmc_
         status = SHMC_DUPLICATE_MANAGER;
     shmc_redo_begin(handle, SHMC_OP_REGISTER);
     if (status == SHMC_OK)
-        status = take_entry(handle, table, &index);
+        status = shmc_entry_take(handle, table, &index);
     if (status != SHMC_OK)
         return status;
     uint64_t *bucket = &handle->manager_index[shmc_manager_bucket(handle, request->id)];
-    put_live(handle, table, index, nothing, request->id, &request->token);
+    shmc_entry_put_live(handle, table, index, nothing, request->id, &request->token);
     shmc_redo_put(handle, &table->entries[index].next, *bucket);
     shmc_redo_put(handle, bucket, index);
     if (request->allocate_id)
@@ -238,14 +238,14 @@ enum shmc_status shmc_accounts_publish_and_release(struct shmc_handle *handle,
     struct shmc_entry *manager;
     enum shmc_status status = find_manager(handle, request->id, &manager);
     if (status == SHMC_OK)
-        status = find_token(handle, table, handle->slot, request->token);
+        status = shmc_entry_find(handle, table, handle->slot, request->token);
     shmc_redo_begin(handle, SHMC_OP_PUBLISH_AND_RELEASE);
     if (status == SHMC_OK)
         status =
             put_publication(handle, manager, table->entries[request->token.index].usage, request);
     if (status != SHMC_OK)
         return status;
-    put_free(handle, table, request->token.index, handle->slot);
+    shmc_entry_put_free(handle, table, request->token.index, handle->slot);
     shmc_redo_commit(handle);
     return SHMC_OK;
 }
@@ -276,10 +276,10 @@ enum shmc_status shmc_accounts_reserve(struct shmc_handle *handle, struct shmc_r
     enum shmc_status status = admit(handle, request, current);
     shmc_redo_begin(handle, SHMC_OP_RESERVE);
     if (status == SHMC_OK)
-        status = take_entry(handle, &handle->reservations, &index);
+        status = shmc_entry_take(handle, &handle->reservations, &index);
     if (status != SHMC_OK)
         return status;
-    put_live(handle, &handle->reservations, index, request->usage, 0, &request->token);
+    shmc_entry_put_live(handle, &handle->reservations, index, request->usage, 0, &request->token);
     put_current_and_peaks(handle, current);
     shmc_redo_commit(handle);
     return SHMC_OK;
@@ -295,7 +295,7 @@ static enum shmc_status release(struct shmc_handle *handle, struct shmc_table *t
     put_current(handle, current);
     if (link != NULL)
         shmc_redo_put(handle, link, table->entries[index].next);
-    put_free(handle, table, index, slot);
+    shmc_entry_put_free(handle, table, index, slot);
     shmc_redo_commit(handle);
     return SHMC_OK;
 }
@@ -304,7 +304,7 @@ enum shmc_status shmc_accounts_release_manager(struct shmc_handle *handle, uint3
                                                struct shmc_token token)
 {
     uint64_t *link;
-    enum shmc_status status = find_token(handle, &handle->managers, owner, token);
+    enum shmc_status status = shmc_entry_find(handle, &handle->managers, owner, token);
     if (status == SHMC_OK)
         status = find_link(handle, handle->managers.entries[token.index].id, &link);
     if (status != SHMC_OK)
@@ -317,11 +317,36 @@ enum shmc_status shmc_accounts_release_manager(struct shmc_handle *handle, uint3
 enum shmc_status shmc_accounts_release_reservation(struct shmc_handle *handle, uint32_t owner,
                                                    struct shmc_token token)
 {
-    enum shmc_status status = find_token(handle, &handle->reservations, owner, token);
+    enum shmc_status status = shmc_entry_find(handle, &handle->reservations, owner, token);
     if (status != SHMC_OK)
         return status;
     shmc_redo_begin(handle, SHMC_OP_RELEASE_RESERVATION);
     return release(handle, &handle->reservations, owner, token.index, NULL);
+}
+
+/* ---- for blocks.c ------------------------------------------------------------------------------
+ */
+
+enum shmc_status shmc_accounts_find_manager(struct shmc_handle *handle, uint64_t id)
+{
+    struct shmc_entry *manager;
+    return find_manager(handle, id, &manager);
+}
+
+enum shmc_status shmc_accounts_find_reservation(struct shmc_handle *handle, struct shmc_token token)
+{
+    return shmc_entry_find(handle, &handle->reservations, handle->slot, token);
+}
+
+/* Puts "the reservation is given back" into the record of the allocation that it was made for. */
+enum shmc_status shmc_accounts_put_consumed(struct shmc_handle *handle, struct shmc_token token)
+{
+    uint64_t current[SHMC_AXES];
+    memcpy(current, handle->control->current, sizeof current);
+    SHMC_CHECK(subtract_usage(current, handle->reservations.entries[token.index].usage));
+    put_current(handle, current);
+    shmc_entry_put_free(handle, &handle->reservations, token.index, handle->slot);
+    return SHMC_OK;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------

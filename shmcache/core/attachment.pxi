@@ -8,6 +8,14 @@ cdef struct Pending:
 cdef object _AT_ONCE = 0  # the usual timeout, known by identity
 
 
+cdef void _name_token(shmc_request *request, shmc_operation operation, shmc_token token) noexcept:
+    """What gives back a token, or a block that is not published."""
+    request.operation = operation
+    request.token = token
+    request.lease.block = token.index
+    request.lease.generation = token.generation
+
+
 cdef class Attachment:
     """One process's place in one segment: the handle, its calls in flight, its pending releases."""
 
@@ -175,13 +183,29 @@ cdef class Attachment:
             if fd != self._fd:
                 close_descriptor(fd)
             raise
-        shmc_close(self._handle)
+        cdef shmc_handle *previous = self._handle
         self._fd = fd
         self._handle = handle
         self._calls = 0
         self._waiting = 0
         self._pending_count = 0
         self._era += 1
+        try:
+            self._adopt(previous)
+        finally:
+            shmc_close(previous)
+        return 0
+
+    cdef int _adopt(self, shmc_handle *previous) except -1:
+        """Take over what must go on in this process; the subclass knows of views."""
+        return 0
+
+    cdef bint _linger(self) except -1:
+        """Whether something outlives a close and keeps the handle; the subclass knows of views."""
+        return False
+
+    cdef int _check_closable(self) except -1:
+        """Raises when something forbids to close."""
         return 0
 
     cdef shmc_handle *_open_same(self, int fd) except NULL:
@@ -240,8 +264,7 @@ cdef class Attachment:
         cdef Pending last
         while self._pending_count:
             last = self._pending[self._pending_count - 1]
-            request.operation = last.operation
-            request.token = last.token
+            _name_token(&request, last.operation, last.token)
             if shmc_perform(self._handle, &request, 0) == SHMC_BUSY:
                 return
             if self._pending_count:
@@ -253,8 +276,7 @@ cdef class Attachment:
         The token counts until the end: its room in the queue must not be given away meanwhile.
         """
         cdef shmc_request request
-        request.operation = operation
-        request.token = token
+        _name_token(&request, operation, token)
         try:
             if not self._closed and guard == shmc_process_guard():
                 self._run(&request)
@@ -272,8 +294,7 @@ cdef class Attachment:
     cdef void _release_from_finalizer(self, shmc_operation operation, shmc_token token,
                                       uint64_t guard) noexcept:
         cdef shmc_request request
-        request.operation = operation
-        request.token = token
+        _name_token(&request, operation, token)
         if not self._closed and guard == shmc_process_guard():
             if shmc_perform(self._handle, &request, 0) == SHMC_BUSY:
                 self._postpone(operation, token)
@@ -538,10 +559,11 @@ cdef class Attachment:
         return shmc_header_of(self._handle).geometry.owners_max
 
     def _capacity(self, int table):
-        """Of the managers (0), reservations (1) or owners (2) table."""
+        """Of the managers (0), reservations (1), owners (2) or claims (3) table."""
         self._ready()
         cdef const shmc_geometry *geometry = &shmc_header_of(self._handle).geometry
-        return (geometry.managers_max, geometry.reservations_max, geometry.owners_max)[table]
+        return (geometry.managers_max, geometry.reservations_max, geometry.owners_max,
+                geometry.claims_max)[table]
 
     def _geometry(self):
         """The numbers the segment was created with, as the fields of a `SegmentGeometry`."""
@@ -550,6 +572,8 @@ cdef class Attachment:
         cdef const shmc_geometry *geometry = &header.geometry
         return dict(
             arena_bytes=geometry.arena_bytes, blocks_max=geometry.blocks_max,
+            block_bytes_max=geometry.block_bytes_max, claims_max=geometry.claims_max,
+            free_low_bytes=geometry.free_low_bytes, free_high_bytes=geometry.free_high_bytes,
             owners_max=geometry.owners_max, managers_max=geometry.managers_max,
             reservations_max=geometry.reservations_max, mode=geometry.mode,
             eviction_policy=geometry.eviction_policy, flags=geometry.flags)
@@ -614,11 +638,16 @@ cdef class Attachment:
     def close(self):
         """Give back all that is held through this handle and leave. Idempotent, silent.
 
+        Views of leases go on to be right: what they look at is held until they are gone. Raises
+        BufferError while views of unpublished blocks live.
+
         Waits for calls of other threads to end, and serves signals. An exception of a signal
         handler during that wait leaves the handle open.
         """
         if self._closed:
             return
+        if shmc_is_mine(self._handle):
+            self._check_closable()
         self._closed = True
         try:
             while self._calls and shmc_is_mine(self._handle):  # they see _closed at the next slice
@@ -626,6 +655,8 @@ cdef class Attachment:
         except BaseException:
             self._closed = False
             raise
+        if shmc_is_mine(self._handle) and self._linger():
+            return
         try:
             if shmc_is_mine(self._handle):
                 self._leave()

@@ -19,6 +19,14 @@ cdef extern from "shmc.h" nogil:
         SHMC_MANAGERS_FULL
         SHMC_RESERVATIONS_FULL
         SHMC_OWNERS_FULL
+        SHMC_CLAIMS_FULL
+        SHMC_CLAIMED
+        SHMC_ABSENT
+        SHMC_PINNED
+        SHMC_ARENA_FULL
+        SHMC_CLASSES_FULL
+        SHMC_TOO_LARGE
+        SHMC_NO_ARENA
         SHMC_OWNERS_CHANGED
         SHMC_CORRUPT
         SHMC_REFUSED
@@ -59,6 +67,16 @@ cdef extern from "shmc.h" nogil:
         SHMC_OP_HELD
         SHMC_OP_RECLAIM_BEGIN
         SHMC_OP_RECLAIM_STEP
+        SHMC_OP_CLAIM
+        SHMC_OP_RELEASE_CLAIM
+        SHMC_OP_ALLOCATE
+        SHMC_OP_SEAL
+        SHMC_OP_PUBLISH
+        SHMC_OP_DISCARD
+        SHMC_OP_INVALIDATE
+        SHMC_OP_PROTECT
+        SHMC_OP_EVICT
+        SHMC_OP_ARENA_REPORT
         SHMC_OP_RETIRE
         SHMC_OP_CHECK
 
@@ -66,9 +84,13 @@ cdef extern from "shmc.h" nogil:
         uint64_t limits[4]
         uint64_t arena_bytes
         uint64_t blocks_max
+        uint64_t block_bytes_max
+        uint64_t free_low_bytes
+        uint64_t free_high_bytes
         uint32_t owners_max
         uint32_t managers_max
         uint32_t reservations_max
+        uint32_t claims_max
         uint32_t eviction_policy
         uint32_t flags
         uint32_t mode
@@ -77,6 +99,8 @@ cdef extern from "shmc.h" nogil:
         uint64_t total_bytes
         uint64_t pool_id
         uint64_t created_ns
+        uint64_t slab_bytes
+        uint32_t slabs_max
         shmc_geometry geometry
         uint64_t region_offset[1]
 
@@ -91,6 +115,66 @@ cdef extern from "shmc.h" nogil:
     struct shmc_token:
         uint64_t index
         uint64_t generation
+
+    struct shmc_lease:
+        uint64_t block
+        uint64_t generation
+        uint64_t place
+        uint64_t bytes
+
+    enum shmc_parent_kind:
+        SHMC_PARENT_NONE
+        SHMC_PARENT_KEY
+        SHMC_PARENT_LEASE
+
+    enum:
+        SHMC_CLASSES_MAX
+        SHMC_QUEUE_PARKED
+        SHMC_QUEUE_PROTECTED
+        SHMC_QUEUE_DOOMED
+        SHMC_FLAG_VERIFY_FIRST
+        SHMC_FLAG_VERIFY_ALWAYS
+        SHMC_FLAG_HUGE_THP
+
+    struct shmc_class:
+        uint64_t block_bytes
+        uint64_t slabs
+        uint64_t used
+        uint64_t published
+        uint64_t counts[9]
+
+    struct shmc_arena_report:
+        uint64_t used_blocks
+        uint64_t used_bytes
+        uint64_t slabs_used
+        uint64_t draining
+        uint64_t stored
+        uint64_t evicted
+        uint64_t invalidated
+        uint64_t duplicates
+        uint64_t unindexed
+        uint64_t slabs_moved
+        shmc_class classes[64]
+
+    struct shmc_holding:
+        uint64_t leased_blocks
+        uint64_t leased_bytes
+        uint64_t private_blocks
+        uint64_t private_bytes
+
+    struct shmc_block_stat:
+        uint64_t bytes
+        uint64_t capacity
+        uint64_t generation
+        uint64_t uses
+        bint is_protected
+        bint leased
+
+    enum shmc_fidelity:
+        SHMC_DAMAGED
+
+    enum shmc_counter:
+        SHMC_COUNTERS
 
     struct shmc_report:
         uint64_t managers
@@ -131,6 +215,20 @@ cdef extern from "shmc.h" nogil:
         shmc_problem *problems
         uint32_t problems_max
         uint32_t problems_count
+        uint64_t bytes
+        uint64_t capacity
+        bint has_manager
+        bint has_reservation
+        bint protect
+        bint created
+        bint named
+        shmc_lease lease
+        uint64_t key[4]
+        shmc_parent_kind parent_kind
+        shmc_lease parent
+        uint64_t parent_key[4]
+        uint64_t checksum
+        shmc_arena_report *arena_report
 
     struct shmc_owner_view:
         uint32_t slot
@@ -162,6 +260,22 @@ cdef extern from "shmc.h" nogil:
 
     shmc_status shmc_perform(shmc_handle *handle, shmc_request *request, uint64_t wait_ns)
     int shmc_lock_holder(const shmc_handle *handle)
+
+    shmc_status shmc_match(
+        shmc_handle *handle, const uint64_t *keys, uint64_t keys_count, shmc_lease *leases,
+        uint64_t *found)
+    bint shmc_contains(shmc_handle *handle, const uint64_t *key, shmc_lease *lease)
+    bint shmc_stat(shmc_handle *handle, const uint64_t *key, shmc_block_stat *stat)
+    void shmc_release(shmc_handle *handle, const shmc_lease *leases, uint64_t leases_count)
+    bint shmc_lease_again(shmc_handle *handle, const shmc_lease *lease)
+    bint shmc_keep_views(shmc_handle *next, shmc_handle *previous)
+    void shmc_forbid_view(shmc_handle *handle, const shmc_lease *lease)
+    const void *shmc_read_address(const shmc_handle *handle, const shmc_lease *lease)
+    void *shmc_write_address(const shmc_handle *handle, const shmc_lease *lease)
+    uint64_t shmc_read_counter(const shmc_handle *handle, uint32_t slot, shmc_counter counter)
+    void shmc_census(const shmc_handle *handle, shmc_holding *rows, uint64_t *leased)
+    uint64_t shmc_checksum(const void *data, uint64_t bytes)
+    shmc_fidelity shmc_verify_lease(shmc_handle *handle, const shmc_lease *lease)
 
     bint shmc_owner_view_of "shmc_owner_view"(
         const shmc_handle *handle, uint32_t slot, shmc_owner_view *view)

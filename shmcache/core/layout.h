@@ -15,20 +15,25 @@
  *   managers       64 x managers_max                  redo record; payload before commit
  *   manager index  8 x manager_buckets                redo record
  *   reservations   64 x reservations_max              redo record; payload before commit
+ *   claims         64 x claims_max                    redo record; payload before commit
+ *   claim index    8 x claim_buckets                  redo record
+ *   classes        256 x SHMC_CLASSES_MAX             redo record
  *   slabs          64 x slabs_max                     redo record
  *   blocks         128 x blocks_max                   redo record; payload before commit
  *   index          64 x index_buckets                 redo record
  *   pins           row of blocks_max bits per owner   its owner or a cleaner, no lock
- *   rings          2048 x owners_max                  its owner, no lock
+ *   policy         4096 + 8 x ghosts_max              holder of the lock, plain; a hint
+ *   rings          128 + 8 x ring_entries, per owner  its owner, no lock
  *   telemetry      512 x owners_max                   its owner, no lock; only grows
  *   events         64 x SHMC_EVENTS_MAX               anyone, no lock; a hint
  *   arena          arena_bytes, 2 MiB aligned         the owner of a WRITING block
  *
- * Slabs, blocks, index, pins, rings and arena have no bytes in a pool without an arena.
+ * Claims to rings, and the arena, have no bytes in a pool without an arena.
  *
  * "Journaled" regions, control up to and without pins, are one contiguous range: a redo record may
  * name only words in it. A word of a FREE entry or slot other than its state, next and held words
  * is payload: it means nothing until the state word says so, so it is written before the commit.
+ * Lists of the arena hold indices plus one, so that zeroed memory is the empty state.
  *
  * Reading a field's rule: [who writes it, how] what a reader may rely on. On death: what remains.
  */
@@ -42,7 +47,7 @@
 #include <stdint.h>
 
 #define SHMC_MAGIC 0x45484341434d4853ull /* "SHMCACHE" in memory order */
-#define SHMC_VERSION 1u                  /* rises with any change of this file's meaning */
+#define SHMC_VERSION 2u                  /* rises with any change of this file's meaning */
 #define SHMC_PAGE_BYTES 4096u
 #define SHMC_AXES 4u                     /* device, host, transfer in flight, disk */
 #define SHMC_ARENA_ALIGN_BYTES (2u << 20) /* a huge page */
@@ -52,13 +57,19 @@
 #define SHMC_OWNERS_LIMIT 1024u             /* attached processes */
 #define SHMC_MANAGERS_LIMIT 65536u          /* one per live model cache */
 #define SHMC_RESERVATIONS_LIMIT (1u << 20)  /* admitted usages that were not given back */
-#define SHMC_BLOCKS_LIMIT (1u << 24)
+#define SHMC_CLAIMS_LIMIT 65536u            /* blocks that somebody is computing */
+#define SHMC_BLOCKS_LIMIT ((1u << 24) - 1)  /* an index plus one has 24 bits in many words */
 #define SHMC_ARENA_BYTES_LIMIT (1ull << 46) /* 64 TiB */
+#define SHMC_BLOCK_BYTES_LIMIT (1ull << 40)
+#define SHMC_CLASSES_MAX 64u                /* different block sizes in use at once */
 #define SHMC_REDO_WORDS_MAX 60u             /* words that one change may store */
 #define SHMC_OWNER_PATH_BYTES 384u
 #define SHMC_WAITER_WORDS (SHMC_OWNERS_LIMIT / 64u) /* one bit per owner */
 #define SHMC_EVENTS_MAX 1024u
-#define SHMC_RING_ENTRIES 254u              /* with its two indices a ring fills 2048 bytes */
+#define SHMC_RING_ENTRIES_MAX 4096u         /* hits that an owner's ring can hold; a power of two */
+#define SHMC_RING_ENTRIES_MIN 256u
+#define SHMC_BUCKET_ENTRIES 8u              /* one cache line of index words */
+#define SHMC_LEARNED_WORDS 512u             /* what the eviction policy has learned */
 
 enum shmc_axis {
     SHMC_DEVICE = 0,
@@ -76,10 +87,14 @@ enum shmc_region {
     SHMC_REGION_MANAGERS,
     SHMC_REGION_MANAGER_INDEX,
     SHMC_REGION_RESERVATIONS,
+    SHMC_REGION_CLAIMS,
+    SHMC_REGION_CLAIM_INDEX,
+    SHMC_REGION_CLASSES,
     SHMC_REGION_SLABS,
     SHMC_REGION_BLOCKS,
     SHMC_REGION_INDEX,
     SHMC_REGION_PINS,
+    SHMC_REGION_POLICY,
     SHMC_REGION_RINGS,
     SHMC_REGION_TELEMETRY,
     SHMC_REGION_EVENTS,
@@ -87,17 +102,36 @@ enum shmc_region {
     SHMC_REGIONS,
 };
 
+enum shmc_policy {
+    SHMC_POLICY_LRU = 0,
+    SHMC_POLICY_LFU = 1,
+    SHMC_POLICY_ADAPTIVE = 2,
+    SHMC_POLICIES,
+};
+
+enum shmc_flag {
+    SHMC_FLAG_VERIFY_FIRST = 1,  /* blocks have checksums; a process verifies at its first lease */
+    SHMC_FLAG_VERIFY_ALWAYS = 2, /* ... at every lease */
+    SHMC_FLAG_HUGE_THP = 4,      /* attached processes ask for transparent huge pages */
+    SHMC_FLAGS = 7,
+};
+
 /* What the creator chose; the part of the header that two openers compare. */
 struct shmc_geometry {
     uint64_t limits[SHMC_AXES]; /* bytes per axis: device, host, transfer in flight, disk */
     uint64_t arena_bytes;       /* 0: no arena */
     uint64_t blocks_max;        /* 0 exactly when there is no arena */
+    uint64_t block_bytes_max;   /* largest block; 0 exactly when there is no arena */
+    uint64_t free_low_bytes;    /* below so many free arena bytes, a keeper evicts ... */
+    uint64_t free_high_bytes;   /* ... until so many are free; 0: nobody does */
     uint32_t owners_max;        /* 1 .. SHMC_OWNERS_LIMIT */
     uint32_t managers_max;      /* 1 .. SHMC_MANAGERS_LIMIT */
     uint32_t reservations_max;  /* 1 .. SHMC_RESERVATIONS_LIMIT */
-    uint32_t eviction_policy;   /* an enum of the arena; opaque here */
-    uint32_t flags;             /* of the arena; opaque here */
+    uint32_t claims_max;        /* 0 .. SHMC_CLAIMS_LIMIT; 0 without an arena */
+    uint32_t eviction_policy;   /* enum shmc_policy */
+    uint32_t flags;             /* enum shmc_flag */
     uint32_t mode;              /* permission bits of the file: 0600, or 0660 for a group */
+    uint32_t reserved;          /* 0 */
 };
 
 /* Written once before the segment has a name, then never: no lock, no order needed. */
@@ -114,8 +148,12 @@ struct shmc_header {
     uint32_t owner_uid;      /* effective uid of the creator */
     uint32_t manager_buckets; /* power of two, at least managers_max */
     uint64_t slab_bytes;     /* 0 without an arena */
-    uint32_t slabs_max;      /* arena_bytes / slab_bytes */
-    uint32_t index_buckets;  /* power of two; 8 words each, at least 2 words per block */
+    uint32_t slabs_max;      /* all of slab_bytes but perhaps the last */
+    uint32_t index_buckets;  /* SHMC_BUCKET_ENTRIES words each, at least 2 words per block */
+    uint32_t claim_buckets;  /* power of two, at least claims_max; 0 without claims */
+    uint32_t ring_entries;   /* power of two; 0 without an arena */
+    uint32_t ghosts_max;     /* keys of evicted blocks that the policy remembers */
+    uint32_t reserved;       /* 0 */
     struct shmc_geometry geometry;
     uint64_t region_offset[SHMC_REGIONS]; /* bytes from the start of the segment */
     uint64_t region_bytes[SHMC_REGIONS];
@@ -176,7 +214,32 @@ struct shmc_control {
     uint64_t attach_seq;
     /* [holder, plain word outside the record] replayed records, for people */
     uint64_t recoveries;
-    uint64_t reserved[110];
+    uint64_t claims;             /* LIVE claim entries */
+    uint64_t claim_free;         /* as for managers */
+    uint64_t claim_mark;
+    /* [holder, plain word before the exchange; redo record] index plus one of the block whose state
+     * is being tried for eviction, else 0. On death: the next holder makes it PUBLISHED again. */
+    uint64_t evicting;
+    uint64_t slab_free;   /* first FREE slab below the mark, plus one; 0: none */
+    uint64_t slab_mark;   /* slabs at and above it were never used */
+    uint64_t slabs_used;  /* slabs that are not FREE */
+    uint64_t draining;    /* the slab that is being emptied, plus one; 0: none */
+    uint64_t block_free;  /* first block without a place, plus one; 0: none */
+    uint64_t block_mark;  /* blocks at and above it were never used */
+    uint64_t used_blocks; /* blocks that are not FREE ... */
+    uint64_t used_bytes;  /* ... and the sum of their classes: part of current[SHMC_HOST] */
+    /* Since the pool was made. */
+    uint64_t stored;       /* blocks published */
+    uint64_t evicted;      /* blocks that made room */
+    uint64_t invalidated;  /* blocks withdrawn */
+    uint64_t duplicates;   /* blocks that were published already when their maker came */
+    uint64_t unindexed;    /* blocks that found both their buckets full */
+    uint64_t slabs_moved;  /* slabs emptied for another class */
+    /* [holder, plain word outside the record] counts hits and stores: the policy's clock */
+    uint64_t clock;
+    uint64_t reserved[75];
+    /* bit k: the slot of owner k is not FREE, so that its row of pins counts */
+    uint64_t active[SHMC_WAITER_WORDS];
 };
 
 enum shmc_owner_state {
@@ -231,38 +294,116 @@ struct shmc_entry {
     uint64_t id;
 };
 
-/* A piece of the arena that holds blocks of one size. This and all structures below are laid out
- * for the arena and for telemetry; nothing writes them yet. */
-struct shmc_slab {
-    uint64_t state; /* [redo record] */
-    uint64_t block_bytes;
-    uint64_t used;
-    uint64_t free_head;
-    uint64_t reserved[4];
+/* Lists of blocks of one class. A block that is PUBLISHED is in one of the first SHMC_QUEUES - 1, a
+ * DOOMED one in the last; the others are in none. */
+enum shmc_queue {
+    /* [policy] candidates for eviction; what each means is the policy's */
+    SHMC_QUEUE_0 = 0,
+    SHMC_QUEUE_PARKED = 6, /* were found pinned: not looked at again for a while */
+    SHMC_QUEUE_PROTECTED = 7,
+    SHMC_QUEUE_DOOMED = 8,
+    SHMC_QUEUES,
+};
+#define SHMC_POLICY_QUEUES 6u
+
+/* Two indices plus one in a word: one store changes both. 0 in a half: nobody. */
+#define SHMC_LOW(word)         ((uint32_t)(word))
+#define SHMC_HIGH(word)        ((uint32_t)((word) >> 32))
+#define SHMC_PAIR(high, low)   ((uint64_t)(high) << 32 | (uint32_t)(low))
+
+/* One size of blocks. */
+struct shmc_class {
+    uint64_t block_bytes; /* [redo record] 0: this entry is not in use */
+    uint64_t slabs;       /* [redo record] that are ASSIGNED to it or DRAINING */
+    uint64_t used;        /* [redo record] its blocks that are not FREE */
+    uint64_t published;   /* [redo record] its blocks that are PUBLISHED */
+    uint64_t partial;     /* [redo record] first slab with a free place, plus one; 0: none */
+    uint64_t ends[SHMC_QUEUES];   /* [redo record] newest (high), oldest (low) */
+    uint64_t counts[SHMC_QUEUES]; /* [redo record] */
+    uint64_t reserved[9];
 };
 
-/* What is known of one block. */
+enum shmc_slab_state {
+    SHMC_SLAB_FREE = 0,
+    SHMC_SLAB_ASSIGNED = 1,
+    SHMC_SLAB_DRAINING = 2, /* takes no new blocks; anyone may go on emptying it */
+};
+#define SHMC_SLAB_STATE(word) ((word) & 0xffu)
+#define SHMC_SLAB_CLASS(word) ((word) >> 8)
+#define SHMC_SLAB_OF(state, class_index) ((uint64_t)(class_index) << 8 | (state))
+
+/* A piece of the arena that holds blocks of one class. */
+struct shmc_slab {
+    uint64_t state; /* [redo record] enum shmc_slab_state, its class above */
+    uint64_t used;  /* [redo record] its blocks that are not FREE */
+    uint64_t mark;  /* [redo record] places that ever had a block since it was assigned */
+    uint64_t free;  /* [redo record] its FREE blocks: first (high), last (low) */
+    uint64_t chain; /* [redo record] first of all its blocks, plus one */
+    /* [redo record] in the list of its class: next (high), previous (low); FREE: next (high) */
+    uint64_t links;
+    uint64_t reserved[2];
+};
+
+enum shmc_block_state {
+    SHMC_BLOCK_FREE = 0,
+    SHMC_BLOCK_WRITING = 1,   /* its owner fills it */
+    SHMC_BLOCK_SEALED = 2,    /* immutable, of its owner's session */
+    SHMC_BLOCK_PUBLISHED = 3, /* immutable, findable, nobody's */
+    SHMC_BLOCK_EVICTING = 4,  /* nobody may begin to use it; lasts while the lock is held */
+    SHMC_BLOCK_DOOMED = 5,    /* withdrawn while leased: unfindable, freed when no pin is left */
+};
+#define SHMC_BLOCK_STATE(word) ((word) & 0xffu)
+#define SHMC_BLOCK_OWNER(word) ((word) >> 8)
+#define SHMC_BLOCK_OF(state, slot) ((uint64_t)(slot) << 8 | (state))
+
+/* The policy's word: queue in the low 8 bits, a count of uses in 16, the clock at the last use. */
+#define SHMC_POLICY_QUEUE(word) ((word) & 0xffu)
+#define SHMC_POLICY_USES(word) ((word) >> 8 & 0xffffu)
+#define SHMC_POLICY_CLOCK(word) ((word) >> 24)
+#define SHMC_POLICY_OF(queue, uses, clock) \
+    ((uint64_t)(clock) << 24 | (uint64_t)(uses) << 8 | (queue))
+
+#define SHMC_BLOCK_PROTECTED 1u /* in flags: never evicted */
+
+/* What is known of one block. A FREE block is on the list of blocks without a place, or bound to a
+ * place of a slab and on the list of that. The first line is what a reader needs. */
 struct shmc_block {
-    uint64_t state; /* [redo record, and a seq_cst exchange] */
-    uint64_t generation;
-    uint64_t key[4];
-    uint64_t parent; /* block index and, next to it, the generation it had */
-    uint64_t parent_generation;
-    uint64_t children;
-    uint64_t size_bytes;
-    uint64_t slab;
-    uint64_t newer; /* recency list */
-    uint64_t older;
-    uint64_t policy_word;
-    uint64_t checksum;
-    uint64_t reserved;
+    /* [redo record; PUBLISHED to EVICTING and back by a seq_cst exchange under the lock] enum
+     * shmc_block_state; of WRITING and SEALED the owner's slot above */
+    uint64_t state;
+    uint64_t generation; /* [payload] grows with each allocation; (block, generation) is a name */
+    uint64_t key[4];     /* [its owner's publish, before the commit] valid when PUBLISHED */
+    uint64_t place;      /* [payload while it has no place] bytes from the start of the arena */
+    uint64_t bytes;      /* [payload] as asked for; at most its class */
+    /* [its owner's publish, before the commit] block plus one (low 24 bits), its generation above;
+     * 0: none */
+    uint64_t parent;
+    uint64_t children;   /* [redo record] PUBLISHED blocks whose parent this is */
+    /* [redo record] PUBLISHED, DOOMED: newer (high), older (low) in its queue; FREE: next (low) */
+    uint64_t links;
+    uint64_t policy;     /* [redo record] see SHMC_POLICY_OF */
+    uint64_t checksum;   /* [its owner's publish, before the commit] of the bytes; 0: not taken */
+    uint64_t manager;    /* [payload] the manager it is attributed to, plus one; 0: none */
+    uint64_t flags;      /* [redo record] */
+    uint64_t sibling;    /* [payload while it has no place] next of its slab's chain, plus one */
 };
 
 /* The blocks that one owner has read since the ring was last drained. */
 struct shmc_ring {
-    uint64_t head; /* [its owner] */
-    uint64_t tail; /* [holder of the lock] */
-    uint64_t blocks[SHMC_RING_ENTRIES];
+    uint64_t head; /* [its owner, release store] entries ever written */
+    uint64_t reserved_head[7];
+    uint64_t tail; /* [holder of the lock, release store] entries ever drained */
+    uint64_t reserved_tail[7];
+    uint64_t entries[]; /* [its owner] block (low 24 bits), its generation above */
+};
+
+/* The counters of a telemetry row, in order. */
+enum shmc_counter {
+    SHMC_COUNTER_HITS,        /* blocks leased by lookup and match */
+    SHMC_COUNTER_MISSES,      /* keys asked for and not found */
+    SHMC_COUNTER_RING_LOST,   /* hits that the policy never saw */
+    SHMC_COUNTER_BAD_CHECKSUMS, /* blocks whose bytes were not what was published */
+    SHMC_COUNTERS,
 };
 
 /* Counters of one slot of the owner table, whoever was in it. */
@@ -281,11 +422,11 @@ struct shmc_event {
 #define SHMC_OFFSET_IS(type, field, bytes) \
     _Static_assert(offsetof(struct type, field) == (bytes), #type "." #field " must be at " #bytes)
 
-SHMC_SIZE_IS(shmc_geometry, 72);
-SHMC_SIZE_IS(shmc_header, 432);
-SHMC_OFFSET_IS(shmc_header, geometry, 96);
-SHMC_OFFSET_IS(shmc_header, region_offset, 168);
-SHMC_OFFSET_IS(shmc_header, checksum, 424);
+SHMC_SIZE_IS(shmc_geometry, 104);
+SHMC_SIZE_IS(shmc_header, 544);
+SHMC_OFFSET_IS(shmc_header, geometry, 112);
+SHMC_OFFSET_IS(shmc_header, region_offset, 216);
+SHMC_OFFSET_IS(shmc_header, checksum, 536);
 SHMC_SIZE_IS(shmc_gate, 320);
 SHMC_OFFSET_IS(shmc_gate, mutex, 0);
 SHMC_OFFSET_IS(shmc_gate, state, 64);
@@ -298,9 +439,11 @@ SHMC_SIZE_IS(shmc_owner, 512);
 SHMC_OFFSET_IS(shmc_owner, path_bytes, 64);
 SHMC_OFFSET_IS(shmc_owner, path, 128);
 SHMC_SIZE_IS(shmc_entry, 64);
+SHMC_SIZE_IS(shmc_class, 256);
 SHMC_SIZE_IS(shmc_slab, 64);
 SHMC_SIZE_IS(shmc_block, 128);
-SHMC_SIZE_IS(shmc_ring, 2048);
+SHMC_OFFSET_IS(shmc_block, parent, 64);
+SHMC_SIZE_IS(shmc_ring, 128);
 SHMC_SIZE_IS(shmc_telemetry_row, 512);
 SHMC_SIZE_IS(shmc_event, 64);
 _Static_assert(sizeof(pthread_mutex_t) <= 64, "the mutex must fit its cache line");

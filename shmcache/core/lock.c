@@ -96,6 +96,8 @@ enum shmc_status shmc_lock(struct shmc_handle *handle, uint64_t wait_ns)
     }
     if (shmc_load_relaxed(&handle->redo->commit) != 0 && shmc_redo_recover(handle) != SHMC_OK)
         shmc_poison(handle);
+    if (shmc_load_relaxed(&handle->control->evicting) != 0 && !shmc_blocks_recover(handle))
+        shmc_poison(handle);
     if (error == EOWNERDEAD)
         pthread_mutex_consistent(mutex); /* also when poisoned: others must get an answer */
     return SHMC_OK;

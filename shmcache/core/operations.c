@@ -21,10 +21,23 @@ static bool needs_owner(enum shmc_operation operation)
     case SHMC_OP_RELEASE_MANAGER:
     case SHMC_OP_RELEASE_RESERVATION:
     case SHMC_OP_PUBLISH_AND_RELEASE:
+    case SHMC_OP_ALLOCATE:
+    case SHMC_OP_SEAL:
+    case SHMC_OP_PUBLISH:
+    case SHMC_OP_DISCARD:
+    case SHMC_OP_CLAIM:
+    case SHMC_OP_RELEASE_CLAIM:
         return true;
     default:
         return false;
     }
+}
+
+/* Whether the request changes leases of this process. */
+static bool needs_leaf(const struct shmc_handle *handle, enum shmc_operation operation)
+{
+    return handle->counts != NULL && (operation == SHMC_OP_ALLOCATE ||
+                                      operation == SHMC_OP_PUBLISH || operation == SHMC_OP_DISCARD);
 }
 
 /* Marks the pool as replaced, unless an owner attached since the caller looked at all of them. Also
@@ -35,6 +48,33 @@ static enum shmc_status retire(struct shmc_handle *handle, const struct shmc_req
         return SHMC_OWNERS_CHANGED;
     shmc_retire(handle);
     return SHMC_OK;
+}
+
+static enum shmc_status dispatch_arena(struct shmc_handle *handle, struct shmc_request *request)
+{
+    switch (request->operation) {
+    case SHMC_OP_ALLOCATE:
+        return shmc_blocks_allocate(handle, request);
+    case SHMC_OP_SEAL:
+        return shmc_blocks_seal(handle, request);
+    case SHMC_OP_PUBLISH:
+        return shmc_blocks_publish(handle, request);
+    case SHMC_OP_DISCARD:
+        return shmc_blocks_discard(handle, request);
+    case SHMC_OP_INVALIDATE:
+        return shmc_blocks_invalidate(handle, request);
+    case SHMC_OP_PROTECT:
+        return shmc_blocks_protect(handle, request);
+    case SHMC_OP_EVICT:
+        return shmc_blocks_evict(handle, request);
+    case SHMC_OP_DRAIN:
+        return shmc_policy_drain_own(handle);
+    case SHMC_OP_ARENA_REPORT:
+        shmc_arena_report(handle, request->arena_report);
+        return SHMC_OK;
+    default:
+        return SHMC_STALE;
+    }
 }
 
 static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request *request)
@@ -59,17 +99,21 @@ static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request
         return SHMC_OK;
     case SHMC_OP_HELD:
         return shmc_accounts_held(handle, request->held_rows);
+    case SHMC_OP_CLAIM:
+        return shmc_claims_take(handle, request);
+    case SHMC_OP_RELEASE_CLAIM:
+        return shmc_claims_release(handle, handle->slot, request->token);
     case SHMC_OP_RECLAIM_BEGIN:
         return shmc_owners_reclaim_begin(handle, request);
     case SHMC_OP_RECLAIM_STEP:
         return shmc_owners_reclaim_step(handle, request);
     default:
-        return SHMC_STALE;
+        return handle->arena_bytes != 0 ? dispatch_arena(handle, request) : SHMC_NO_ARENA;
     }
 }
 
 /* A pool that has ended stays so. */
-static enum shmc_status ended(const struct shmc_handle *handle)
+enum shmc_status shmc_ended(const struct shmc_handle *handle)
 {
     switch (shmc_pool_state(handle)) {
     case SHMC_POOL_ACTIVE:
@@ -84,7 +128,7 @@ static enum shmc_status ended(const struct shmc_handle *handle)
 /* What the pool's state and the caller's slot say before anything is done. */
 static enum shmc_status admission(const struct shmc_handle *handle, enum shmc_operation operation)
 {
-    enum shmc_status status = ended(handle);
+    enum shmc_status status = shmc_ended(handle);
     if (status != SHMC_OK || !needs_owner(operation))
         return status;
     if (handle->slot == SHMC_NO_SLOT)
@@ -110,10 +154,45 @@ static bool gives_back(const struct shmc_request *request)
     case SHMC_OP_RELEASE_RESERVATION:
     case SHMC_OP_PUBLISH_AND_RELEASE:
     case SHMC_OP_RECLAIM_STEP:
+    case SHMC_OP_ALLOCATE:
+    case SHMC_OP_PUBLISH:
+    case SHMC_OP_DISCARD:
+    case SHMC_OP_INVALIDATE:
+    case SHMC_OP_EVICT:
+    case SHMC_OP_RELEASE_CLAIM:
         return true;
     default:
         return false;
     }
+}
+
+void shmc_wake_waiters(struct shmc_handle *handle)
+{
+    if (!any_waiter(handle))
+        return;
+    shmc_add32_seq_cst(&handle->gate->release_counter, 1);
+    shmc_os_futex_wake_all(&handle->gate->release_counter);
+}
+
+/* Takes the segment's lock, and the leaf lock where the request needs it. That one is only tried
+ * under the first: its holder may have been suspended, and nobody waits for it here. */
+static enum shmc_status enter(struct shmc_handle *handle, const struct shmc_request *request,
+                              uint64_t wait_ns)
+{
+    for (;;) {
+        enum shmc_status status = shmc_lock(handle, wait_ns);
+        if (status != SHMC_OK || !needs_leaf(handle, request->operation) || shmc_leaf_try(handle))
+            return status;
+        shmc_unlock(handle);
+        shmc_os_yield();
+    }
+}
+
+static void leave(struct shmc_handle *handle, const struct shmc_request *request)
+{
+    if (needs_leaf(handle, request->operation))
+        shmc_leaf_leave(handle);
+    shmc_unlock(handle);
 }
 
 static bool works_in_any_state(enum shmc_operation operation)
@@ -139,14 +218,14 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
         return SHMC_FORKED;
     /* An ended pool says so at once, though a stopped process or a damaged mutex bar the lock. */
     bool in_any_state = works_in_any_state(request->operation);
-    enum shmc_status status = in_any_state ? SHMC_OK : ended(handle);
+    enum shmc_status status = in_any_state ? SHMC_OK : shmc_ended(handle);
     if (status == SHMC_OK)
-        status = shmc_lock(handle, wait_ns);
+        status = enter(handle, request, wait_ns);
     if (status != SHMC_OK)
         return status;
     if (in_any_state) {
         status = inspect(handle, request);
-        shmc_unlock(handle);
+        leave(handle, request);
         return status;
     }
     status = admission(handle, request->operation);
@@ -156,11 +235,9 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
         shmc_poison(handle);
         status = SHMC_POISONED;
     }
-    shmc_unlock(handle);
-    if (gives_back(request) && any_waiter(handle)) {
-        shmc_add32_seq_cst(&handle->gate->release_counter, 1);
-        shmc_os_futex_wake_all(&handle->gate->release_counter);
-    }
+    leave(handle, request);
+    if (gives_back(request))
+        shmc_wake_waiters(handle);
     return status;
 }
 

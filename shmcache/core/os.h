@@ -41,7 +41,15 @@ bool shmc_os_read_at(int fd, void *buffer, uint64_t bytes, uint64_t offset);
 /* Maps the first bytes of fd, shared and writable, not inherited by fork; NULL and errno on
  * failure. */
 void *shmc_os_map(int fd, uint64_t bytes);
+/* The same from an offset, and perhaps only for reading. */
+void *shmc_os_map_at(int fd, uint64_t offset, uint64_t bytes, bool writable);
+/* For a forked child: a mapping for reading at an address where nothing is mapped; false when that
+ * cannot be. */
+bool shmc_os_map_again(void *address, int fd, uint64_t offset, uint64_t bytes);
+/* Makes every page that these bytes touch fault. */
+void shmc_os_forbid(void *address, uint64_t bytes);
 void shmc_os_unmap(void *address, uint64_t bytes);
+void shmc_os_yield(void);
 /* One private page that fork replaces by zeroes; NULL when the kernel cannot. */
 uint64_t *shmc_os_fork_page(void);
 

@@ -14,6 +14,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -75,7 +76,13 @@ bool shmc_os_read_at(int fd, void *buffer, uint64_t bytes, uint64_t offset)
 
 void *shmc_os_map(int fd, uint64_t bytes)
 {
-    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    return shmc_os_map_at(fd, 0, bytes, true);
+}
+
+void *shmc_os_map_at(int fd, uint64_t offset, uint64_t bytes, bool writable)
+{
+    int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    void *address = mmap(NULL, bytes, protection, MAP_SHARED, fd, (off_t)offset);
     if (address == MAP_FAILED)
         return NULL;
     if (madvise(address, bytes, MADV_DONTFORK) != 0) {
@@ -83,6 +90,31 @@ void *shmc_os_map(int fd, uint64_t bytes)
         return NULL;
     }
     return address;
+}
+
+bool shmc_os_map_again(void *address, int fd, uint64_t offset, uint64_t bytes)
+{
+    void *got =
+        mmap(address, bytes, PROT_READ, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, (off_t)offset);
+    if (got == MAP_FAILED)
+        return false;
+    if (got != address || madvise(got, bytes, MADV_DONTFORK) != 0) {
+        munmap(got, bytes);
+        return false;
+    }
+    return true;
+}
+
+void shmc_os_forbid(void *address, uint64_t bytes)
+{
+    uintptr_t first = (uintptr_t)address & ~(uintptr_t)(SHMC_PAGE_BYTES - 1);
+    uintptr_t end = (uintptr_t)address + bytes;
+    mprotect((void *)first, end - first, PROT_NONE);
+}
+
+void shmc_os_yield(void)
+{
+    sched_yield();
 }
 
 void shmc_os_unmap(void *address, uint64_t bytes)

@@ -251,6 +251,8 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     shmc_redo_put(handle, &owner->state, SHMC_OWNER_ACTIVE);
     shmc_redo_put(handle, &control->attach_seq, control->attach_seq + 1);
     shmc_redo_put(handle, &control->owners, control->owners + 1);
+    shmc_redo_put(handle, &control->active[slot / 64],
+                  control->active[slot / 64] | 1ull << slot % 64);
     shmc_redo_commit(handle);
     handle->slot = slot;
     return SHMC_OK;
@@ -283,52 +285,85 @@ enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle, struct sh
     return SHMC_OK;
 }
 
-/* Releases the entry at the cursor if it is the slot's, and notes what that gave back. The cursor
- * runs over both tables. */
-static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot,
-                                   struct shmc_request *request)
+/* The three tables one after the other, and where the cursor is in them. */
+struct place {
+    struct shmc_table *table;
+    uint64_t index;
+    enum shmc_status (*release)(struct shmc_handle *, uint32_t, struct shmc_token);
+};
+
+/* False at the end. Skips what was never used. */
+static bool find_place(struct shmc_handle *handle, uint64_t *cursor, struct place *place)
 {
-    uint64_t cursor = request->cursor;
-    bool manager = cursor < handle->managers.max;
-    struct shmc_table *table = manager ? &handle->managers : &handle->reservations;
-    uint64_t index = manager ? cursor : cursor - handle->managers.max;
-    const struct shmc_entry *entry = &table->entries[index];
+    struct place tables[] = {
+        {&handle->managers, 0, shmc_accounts_release_manager},
+        {&handle->reservations, 0, shmc_accounts_release_reservation},
+        {&handle->claims, 0, shmc_claims_release},
+    };
+    uint64_t first = 0;
+    for (uint32_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {
+        uint64_t max = tables[i].table->max;
+        if (*cursor < first + *tables[i].table->mark) {
+            *place = tables[i];
+            place->index = *cursor - first;
+            return true;
+        }
+        first += max;
+        if (*cursor < first)
+            *cursor = first;
+    }
+    return false;
+}
+
+/* The entry at the place, given back if it is the slot's. */
+static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot,
+                                   const struct place *place, struct shmc_request *request)
+{
+    const struct shmc_entry *entry = &place->table->entries[place->index];
     if (entry->state != SHMC_ENTRY_LIVE_OF(slot))
         return SHMC_OK;
-    struct shmc_token token = {.index = index, .generation = entry->generation};
-    enum shmc_status status = manager ? shmc_accounts_release_manager(handle, slot, token)
-                                      : shmc_accounts_release_reservation(handle, slot, token);
+    struct shmc_token token = {.index = place->index, .generation = entry->generation};
+    enum shmc_status status = place->release(handle, slot, token);
     if (status != SHMC_OK)
         return status;
     request->released++;
-    for (uint32_t axis = 0; axis < SHMC_AXES; axis++)
+    for (uint32_t axis = 0; axis < SHMC_AXES && place->table != &handle->claims; axis++)
         request->usage[axis] += entry->usage[axis]; /* a FREE entry keeps its payload till reuse */
     return SHMC_OK;
+}
+
+static uint64_t count_of(const struct shmc_table *table, uint32_t slot)
+{
+    uint64_t count = 0;
+    for (uint64_t index = 0; index < *table->mark; index++)
+        count += table->entries[index].state == SHMC_ENTRY_LIVE_OF(slot);
+    return count;
 }
 
 /* Whether the slot's entries are as many as its held word says, wherever they are. */
 static bool held_adds_up(const struct shmc_handle *handle, uint32_t slot)
 {
-    uint64_t count = 0;
-    for (uint64_t index = 0; index < *handle->managers.mark; index++)
-        count += handle->managers.entries[index].state == SHMC_ENTRY_LIVE_OF(slot);
-    for (uint64_t index = 0; index < *handle->reservations.mark; index++)
-        count += handle->reservations.entries[index].state == SHMC_ENTRY_LIVE_OF(slot);
+    uint64_t count = count_of(&handle->managers, slot) + count_of(&handle->reservations, slot) +
+                     count_of(&handle->claims, slot);
     return count == handle->owners[slot].held;
 }
 
 static enum shmc_status free_slot(struct shmc_handle *handle, uint32_t slot)
 {
-    SHMC_CHECK(handle->control->owners > 0);
+    struct shmc_control *control = handle->control;
+    SHMC_CHECK(control->owners > 0);
     shmc_and_seq_cst(&handle->gate->waiters[slot / 64], ~(1ull << (slot % 64)));
     shmc_redo_begin(handle, SHMC_OP_RECLAIM_STEP);
     shmc_redo_put(handle, &handle->owners[slot].state, SHMC_OWNER_FREE);
-    shmc_redo_put(handle, &handle->control->owners, handle->control->owners - 1);
+    shmc_redo_put(handle, &control->owners, control->owners - 1);
+    shmc_redo_put(handle, &control->active[slot / 64],
+                  control->active[slot / 64] & ~(1ull << slot % 64));
     shmc_redo_commit(handle);
     return SHMC_OK;
 }
 
-/* One chunk: every release is a record of its own, so a killed cleaner leaves a shorter list. */
+/* One chunk: every release is a record of its own, so a killed cleaner leaves a shorter list. The
+ * row of pins first: it names the blocks that count in held. */
 enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shmc_request *request)
 {
     uint32_t slot = request->owner_slot;
@@ -343,19 +378,21 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
 #endif
     SHMC_CHECK(*handle->managers.mark <= handle->managers.max);
     SHMC_CHECK(*handle->reservations.mark <= handle->reservations.max);
-    uint64_t end = handle->managers.max + *handle->reservations.mark;
+    SHMC_CHECK(*handle->claims.mark <= handle->claims.max);
+    enum shmc_status status = shmc_blocks_reclaim(handle, slot, request);
+    if (status != SHMC_OK)
+        return status;
+    struct place place;
     for (uint32_t looked = 0; handle->owners[slot].held != 0; looked++) {
-        if (request->cursor == *handle->managers.mark)
-            request->cursor = handle->managers.max; /* the rest of the table was never used */
-        if (request->cursor >= end) {
+        if (!find_place(handle, &request->cursor, &place)) {
             /* The caller began behind an entry: it may begin anew, unless nothing is there. */
             SHMC_CHECK(held_adds_up(handle, slot));
             request->cursor = 0;
             return SHMC_MORE;
         }
-        if (looked == STEP_ENTRIES_MAX || request->released == STEP_RELEASES_MAX)
+        if (looked == STEP_ENTRIES_MAX || request->released >= STEP_RELEASES_MAX)
             return SHMC_MORE;
-        enum shmc_status status = release_at(handle, slot, request);
+        status = release_at(handle, slot, &place, request);
         if (status != SHMC_OK)
             return status == SHMC_STALE ? SHMC_CORRUPT : status;
         request->cursor++;

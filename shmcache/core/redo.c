@@ -4,7 +4,8 @@
  *             recounting both leave cases that cannot be decided; after-images need only be
  *             stored again.
  * Contract    With the lock held: begin, put each (word, value), commit. Words are read as they
- *             were until commit returns. Recovery is called with the lock held and is
+ *             were until commit returns; get and set see the record itself, for changes that
+ *             touch one word several times (lists). Recovery is called with the lock held and is
  *             idempotent.
  * Death       before the commit word: the record is scratch, nothing happened; after it: the
  *             change is decided, and every later holder first stores all words again; the
@@ -50,7 +51,41 @@ void shmc_redo_begin(struct shmc_handle *handle, enum shmc_operation operation)
 {
     SHMC_ASSERT(handle->redo->commit == 0);
     handle->redo_count = 0;
+    handle->redo_seen = 0;
     handle->redo->operation = operation;
+}
+
+/* One of 64 bits for an offset: tells most words that are not in the record at once. */
+static uint64_t seen_bit(uint64_t offset)
+{
+    return 1ull << ((offset * 0x9e3779b97f4a7c15ull) >> 58);
+}
+
+/* The word's entry in the record being written, or NULL. */
+static struct shmc_redo_word *pending(const struct shmc_handle *handle, uint64_t offset)
+{
+    if ((handle->redo_seen & seen_bit(offset)) == 0)
+        return NULL;
+    for (uint32_t i = 0; i < handle->redo_count; i++)
+        if (handle->redo->words[i].offset == offset)
+            return &handle->redo->words[i];
+    return NULL;
+}
+
+uint64_t shmc_redo_get(const struct shmc_handle *handle, const uint64_t *word)
+{
+    uint64_t offset = (uint64_t)((const uint8_t *)word - handle->base);
+    const struct shmc_redo_word *entry = pending(handle, offset);
+    return entry != NULL ? entry->value : shmc_load_relaxed(word);
+}
+
+void shmc_redo_set(struct shmc_handle *handle, uint64_t *word, uint64_t value)
+{
+    struct shmc_redo_word *entry = pending(handle, (uint64_t)((uint8_t *)word - handle->base));
+    if (entry != NULL)
+        entry->value = value;
+    else
+        shmc_redo_put(handle, word, value);
 }
 
 void shmc_redo_put(struct shmc_handle *handle, uint64_t *word, uint64_t value)
@@ -64,6 +99,7 @@ void shmc_redo_put(struct shmc_handle *handle, uint64_t *word, uint64_t value)
     struct shmc_redo_word *slot = &handle->redo->words[handle->redo_count++];
     slot->offset = (uint64_t)((uint8_t *)word - handle->base);
     slot->value = value;
+    handle->redo_seen |= seen_bit(slot->offset);
 #endif
 }
 

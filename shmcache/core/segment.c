@@ -33,27 +33,67 @@ static uint64_t power_of_two_at_least(uint64_t value)
     return power;
 }
 
+static bool arena_in_bounds(const struct shmc_geometry *g)
+{
+    if (g->arena_bytes == 0)
+        return g->blocks_max == 0 && g->block_bytes_max == 0 && g->claims_max == 0 &&
+               g->free_low_bytes == 0 && g->free_high_bytes == 0;
+    return g->arena_bytes >= REGION_ALIGN && g->arena_bytes <= SHMC_ARENA_BYTES_LIMIT &&
+           g->arena_bytes % REGION_ALIGN == 0 && g->blocks_max >= 1 &&
+           g->blocks_max <= SHMC_BLOCKS_LIMIT && g->block_bytes_max >= 1 &&
+           g->block_bytes_max <= SHMC_BLOCK_BYTES_LIMIT && g->block_bytes_max <= g->arena_bytes &&
+           g->claims_max <= SHMC_CLAIMS_LIMIT && g->free_low_bytes <= g->free_high_bytes &&
+           g->free_high_bytes < g->arena_bytes;
+}
+
 static bool geometry_in_bounds(const struct shmc_geometry *g)
 {
     return g->limits[SHMC_DEVICE] != 0 && g->limits[SHMC_TRANSFER] != 0 && g->owners_max >= 1 &&
            g->owners_max <= SHMC_OWNERS_LIMIT && g->managers_max >= 1 &&
            g->managers_max <= SHMC_MANAGERS_LIMIT && g->reservations_max >= 1 &&
-           g->reservations_max <= SHMC_RESERVATIONS_LIMIT && g->blocks_max <= SHMC_BLOCKS_LIMIT &&
-           g->arena_bytes <= SHMC_ARENA_BYTES_LIMIT &&
-           (g->blocks_max == 0) == (g->arena_bytes == 0) && (g->mode & ~0660u) == 0 &&
-           (g->mode & 0600u) == 0600u;
+           g->reservations_max <= SHMC_RESERVATIONS_LIMIT && arena_in_bounds(g) &&
+           g->eviction_policy < SHMC_POLICIES && (g->flags & ~(uint32_t)SHMC_FLAGS) == 0 &&
+           g->reserved == 0 && (g->mode & ~0660u) == 0 && (g->mode & 0600u) == 0600u;
+}
+
+/* A slab holds at least one block of the largest class, and all of a small arena. */
+static uint64_t slab_bytes(const struct shmc_geometry *g)
+{
+    uint64_t bytes = ALIGN_UP(g->block_bytes_max, SHMC_PAGE_BYTES);
+    if (bytes < SHMC_ARENA_ALIGN_BYTES)
+        bytes = SHMC_ARENA_ALIGN_BYTES;
+    return bytes < g->arena_bytes ? bytes : g->arena_bytes;
+}
+
+static uint64_t ring_entries(uint64_t blocks)
+{
+    uint64_t entries = power_of_two_at_least(blocks / 16);
+    if (entries < SHMC_RING_ENTRIES_MIN)
+        return SHMC_RING_ENTRIES_MIN;
+    return entries < SHMC_RING_ENTRIES_MAX ? entries : SHMC_RING_ENTRIES_MAX;
+}
+
+/* The arena's part of the header; all zero without one. */
+static void fill_arena_counts(struct shmc_header *header)
+{
+    const struct shmc_geometry *g = &header->geometry;
+    bool arena = g->arena_bytes != 0;
+    header->slab_bytes = arena ? slab_bytes(g) : 0;
+    header->slabs_max =
+        arena ? (uint32_t)((g->arena_bytes + header->slab_bytes - 1) / header->slab_bytes) : 0;
+    header->index_buckets = arena ? (uint32_t)((g->blocks_max + 3) / 4) : 0;
+    header->claim_buckets = g->claims_max != 0 ? (uint32_t)power_of_two_at_least(g->claims_max) : 0;
+    header->ring_entries = arena ? (uint32_t)ring_entries(g->blocks_max) : 0;
+    header->ghosts_max =
+        arena && g->eviction_policy == SHMC_POLICY_ADAPTIVE ? (uint32_t)g->blocks_max : 0;
 }
 
 static void fill_layout(struct shmc_header *header)
 {
     const struct shmc_geometry *g = &header->geometry;
-    uint64_t blocks = g->blocks_max;
     bool arena = g->arena_bytes != 0;
     header->manager_buckets = (uint32_t)power_of_two_at_least(g->managers_max);
-    header->slab_bytes =
-        g->arena_bytes < SHMC_ARENA_ALIGN_BYTES ? g->arena_bytes : SHMC_ARENA_ALIGN_BYTES;
-    header->slabs_max = arena ? (uint32_t)(g->arena_bytes / header->slab_bytes) : 0;
-    header->index_buckets = arena ? (uint32_t)power_of_two_at_least((blocks + 3) / 4) : 0;
+    fill_arena_counts(header);
     const uint64_t bytes[SHMC_REGIONS] = {
         [SHMC_REGION_HEADER] = SHMC_PAGE_BYTES,
         [SHMC_REGION_GATE] = SHMC_PAGE_BYTES,
@@ -63,11 +103,17 @@ static void fill_layout(struct shmc_header *header)
         [SHMC_REGION_MANAGERS] = g->managers_max * sizeof(struct shmc_entry),
         [SHMC_REGION_MANAGER_INDEX] = header->manager_buckets * sizeof(uint64_t),
         [SHMC_REGION_RESERVATIONS] = g->reservations_max * sizeof(struct shmc_entry),
+        [SHMC_REGION_CLAIMS] = g->claims_max * sizeof(struct shmc_entry),
+        [SHMC_REGION_CLAIM_INDEX] = header->claim_buckets * sizeof(uint64_t),
+        [SHMC_REGION_CLASSES] = arena ? SHMC_CLASSES_MAX * sizeof(struct shmc_class) : 0,
         [SHMC_REGION_SLABS] = header->slabs_max * sizeof(struct shmc_slab),
-        [SHMC_REGION_BLOCKS] = blocks * sizeof(struct shmc_block),
-        [SHMC_REGION_INDEX] = header->index_buckets * (uint64_t)64,
-        [SHMC_REGION_PINS] = ALIGN_UP((blocks + 7) / 8, REGION_ALIGN) * g->owners_max,
-        [SHMC_REGION_RINGS] = arena ? g->owners_max * sizeof(struct shmc_ring) : 0,
+        [SHMC_REGION_BLOCKS] = g->blocks_max * sizeof(struct shmc_block),
+        [SHMC_REGION_INDEX] =
+            header->index_buckets * (uint64_t)SHMC_BUCKET_ENTRIES * sizeof(uint64_t),
+        [SHMC_REGION_PINS] = shmc_pin_row_bytes(g->blocks_max) * g->owners_max,
+        [SHMC_REGION_POLICY] =
+            arena ? (SHMC_LEARNED_WORDS + (uint64_t)header->ghosts_max) * sizeof(uint64_t) : 0,
+        [SHMC_REGION_RINGS] = arena ? shmc_ring_bytes(header) * g->owners_max : 0,
         [SHMC_REGION_TELEMETRY] = g->owners_max * sizeof(struct shmc_telemetry_row),
         [SHMC_REGION_EVENTS] = SHMC_EVENTS_MAX * sizeof(struct shmc_event),
         [SHMC_REGION_ARENA] = g->arena_bytes,
@@ -83,6 +129,16 @@ static void fill_layout(struct shmc_header *header)
         offset += bytes[region];
     }
     header->total_bytes = ALIGN_UP(offset, SHMC_PAGE_BYTES);
+}
+
+uint64_t shmc_pin_row_bytes(uint64_t blocks)
+{
+    return ALIGN_UP((blocks + 7) / 8, REGION_ALIGN);
+}
+
+uint64_t shmc_ring_bytes(const struct shmc_header *header)
+{
+    return sizeof(struct shmc_ring) + header->ring_entries * sizeof(uint64_t);
 }
 
 uint64_t shmc_segment_bytes(const struct shmc_geometry *geometry)
@@ -141,8 +197,11 @@ static bool fill_tables(uint8_t *base, const struct shmc_header *header)
     control->manager_free = SHMC_NO_INDEX;
     control->reservation_free = SHMC_NO_INDEX;
     control->manager_id_next = 1;
+    control->claim_free = SHMC_NO_INDEX;
     memset(base + header->region_offset[SHMC_REGION_MANAGER_INDEX], 0xff,
            header->region_bytes[SHMC_REGION_MANAGER_INDEX]);
+    memset(base + header->region_offset[SHMC_REGION_CLAIM_INDEX], 0xff,
+           header->region_bytes[SHMC_REGION_CLAIM_INDEX]);
     return shmc_mutex_init(&gate->mutex);
 }
 
@@ -288,6 +347,21 @@ static void point_at_regions(struct shmc_handle *handle)
         .live = &handle->control->reservations,
         .full = SHMC_RESERVATIONS_FULL,
     };
+    handle->claims = (struct shmc_table){
+        .entries = shmc_region(handle, SHMC_REGION_CLAIMS),
+        .max = handle->header.geometry.claims_max,
+        .free = &handle->control->claim_free,
+        .mark = &handle->control->claim_mark,
+        .live = &handle->control->claims,
+        .full = SHMC_CLAIMS_FULL,
+    };
+    handle->claim_index = shmc_region(handle, SHMC_REGION_CLAIM_INDEX);
+    handle->classes = shmc_region(handle, SHMC_REGION_CLASSES);
+    handle->slabs = shmc_region(handle, SHMC_REGION_SLABS);
+    handle->blocks = shmc_region(handle, SHMC_REGION_BLOCKS);
+    handle->index = shmc_region(handle, SHMC_REGION_INDEX);
+    handle->learned = shmc_region(handle, SHMC_REGION_POLICY);
+    handle->ghosts = handle->learned + SHMC_LEARNED_WORDS;
 }
 
 /* What an owner shows of itself: a nonce, its identity, and a lock that execve drops. */
@@ -316,14 +390,48 @@ static void free_handle(struct shmc_handle *handle)
 {
     free(handle->pidfds);
     free(handle->scratch);
+    free(handle->counts);
+    free(handle->verified);
     free(handle);
+}
+
+/* Two views of the arena: one to fill own blocks, one to read leased ones, through which nobody can
+ * scribble. */
+static enum shmc_status map_arena(struct shmc_handle *handle)
+{
+    const struct shmc_geometry *geometry = &handle->header.geometry;
+    uint64_t offset = handle->header.region_offset[SHMC_REGION_ARENA];
+    handle->arena_bytes = geometry->arena_bytes;
+    if (!handle->as_owner || handle->arena_bytes == 0)
+        return SHMC_OK;
+    handle->counts = calloc(geometry->blocks_max, sizeof *handle->counts);
+    if ((geometry->flags & SHMC_FLAG_VERIFY_FIRST) != 0)
+        handle->verified = calloc(geometry->blocks_max, sizeof *handle->verified);
+    handle->write_base = shmc_os_map_at(handle->segment_fd, offset, handle->arena_bytes, true);
+    handle->read_base = shmc_os_map_at(handle->segment_fd, offset, handle->arena_bytes, false);
+    bool verified = (geometry->flags & SHMC_FLAG_VERIFY_FIRST) == 0 || handle->verified != NULL;
+    return handle->counts != NULL && verified && handle->write_base != NULL &&
+                   handle->read_base != NULL
+               ? SHMC_OK
+               : SHMC_SYSTEM;
+}
+
+static void unmap(struct shmc_handle *handle)
+{
+    if (handle->base != NULL)
+        shmc_os_unmap(handle->base, handle->mapped_bytes);
+    if (handle->write_base != NULL)
+        shmc_os_unmap(handle->write_base, handle->arena_bytes);
+    if (handle->read_base != NULL)
+        shmc_os_unmap(handle->read_base, handle->arena_bytes);
 }
 
 static enum shmc_status map_tables(struct shmc_handle *handle)
 {
     uint32_t owners = handle->header.geometry.owners_max;
     handle->pidfds = calloc(owners, sizeof *handle->pidfds);
-    handle->scratch = calloc(owners, sizeof *handle->scratch);
+    /* Pages that no check ever touches cost nothing. */
+    handle->scratch = calloc(owners + handle->header.geometry.blocks_max, sizeof *handle->scratch);
     if (handle->pidfds == NULL || handle->scratch == NULL)
         return SHMC_SYSTEM;
     handle->mapped_bytes = handle->header.region_offset[SHMC_REGION_ARENA];
@@ -331,7 +439,7 @@ static enum shmc_status map_tables(struct shmc_handle *handle)
     if (handle->base == NULL)
         return SHMC_SYSTEM;
     point_at_regions(handle);
-    return SHMC_OK;
+    return map_arena(handle);
 }
 
 enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
@@ -350,6 +458,7 @@ enum shmc_status shmc_open(int fd, bool as_owner, struct shmc_handle **result,
         status = map_tables(handle);
     if (status != SHMC_OK) {
         int error = errno;
+        unmap(handle);
         free_handle(handle);
         errno = error;
         return status;
@@ -380,8 +489,30 @@ void shmc_close(struct shmc_handle *handle)
     shmc_process_unregister(handle);
     shmc_process_close_descriptors(handle);
     if (shmc_is_mine(handle))
-        shmc_os_unmap(handle->base, handle->mapped_bytes);
+        unmap(handle);
     free_handle(handle);
+}
+
+bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous)
+{
+    uint64_t offset = next->header.region_offset[SHMC_REGION_ARENA];
+    uint8_t *own = next->read_base;
+    if (shmc_is_mine(previous)) {
+        next->read_base = previous->read_base;
+        previous->read_base = own;
+        return true;
+    }
+    /* The address is free: no mapping of the parent was inherited, no other was made yet. */
+    if (!shmc_os_map_again(previous->read_base, next->segment_fd, offset, next->arena_bytes))
+        return false;
+    next->read_base = previous->read_base;
+    shmc_os_unmap(own, next->arena_bytes);
+    return true;
+}
+
+void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease)
+{
+    shmc_os_forbid(handle->read_base + lease->place, lease->bytes);
 }
 
 const struct shmc_header *shmc_header(const struct shmc_handle *handle)

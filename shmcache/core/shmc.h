@@ -14,7 +14,10 @@
  *             lock; redo.c atomic change and its recovery; segment.c format, open, close;
  *             process.c what this process has open, and fork; owners.c who is attached and who is
  *             dead; accounts.c managers, reservations, totals; operations.c one request; check.c
- *             walks everything.
+ *             and check_arena.c walk everything. The arena: index.c from a key to a block;
+ *             pins.c leasing without the lock; blocks.c a block as its owner sees it; room.c how
+ *             it goes; slabs.c which memory has which size; eviction.c who goes first; claims.c
+ *             who is making what; census.c, checksum.c.
  */
 #ifndef SHMC_H
 #define SHMC_H
@@ -43,6 +46,14 @@
     X(MANAGERS_FULL, 1, "every manager entry is in use")                                           \
     X(RESERVATIONS_FULL, 1, "every reservation entry is in use")                                   \
     X(OWNERS_FULL, 1, "every owner slot is in use")                                                \
+    X(CLAIMS_FULL, 1, "every claim entry is in use")                                               \
+    X(CLAIMED, 1, "another owner is making the block of this key")                                 \
+    X(ABSENT, 1, "no block is published under this key")                                           \
+    X(PINNED, 1, "the block is leased; nothing changed")                                           \
+    X(ARENA_FULL, 1, "every block that could be evicted is in use")                                \
+    X(CLASSES_FULL, 1, "too many different block sizes are in use")                                \
+    X(TOO_LARGE, 0, "no block can have so many bytes")                                             \
+    X(NO_ARENA, 0, "the pool was made without an arena")                                           \
     X(OWNERS_CHANGED, 1, "an owner attached since the caller looked")                              \
     X(CORRUPT, 0, "shared state is damaged")                                                       \
     X(REFUSED, 0, "the segment does not fit this process; see the refusal")                        \
@@ -152,14 +163,59 @@ enum shmc_operation {
     SHMC_OP_RECLAIM_BEGIN,       /* in: owner_slot, owner_nonce */
     /* in: owner_slot, owner_nonce, cursor; out: released, usage; MORE until the slot is FREE */
     SHMC_OP_RECLAIM_STEP,
-    SHMC_OP_RETIRE, /* in: attach_seq as the caller saw it */
-    SHMC_OP_CHECK,  /* in: problems[problems_max]; out: problems_count */
+    SHMC_OP_CLAIM,         /* in: key; out: token, or CLAIMED with owner_slot and owner_nonce */
+    SHMC_OP_RELEASE_CLAIM, /* in: token */
+    /* in: bytes, manager as id, token of a reservation to consume; out: lease, capacity. MORE: the
+     * same request again, it keeps its place in cursor */
+    SHMC_OP_ALLOCATE,
+    SHMC_OP_SEAL,         /* in: lease */
+    SHMC_OP_PUBLISH,      /* in: lease, key, parent, protect, checksum; out: lease, created */
+    SHMC_OP_DISCARD,      /* in: lease of a block that is not published */
+    SHMC_OP_INVALIDATE,   /* in: key; named: only that generation */
+    SHMC_OP_PROTECT,      /* in: key, protect */
+    SHMC_OP_EVICT,        /* in: bytes to free, cursor; out: released bytes of this chunk */
+    SHMC_OP_DRAIN,        /* tell the policy what this owner has read */
+    SHMC_OP_ARENA_REPORT, /* out: arena_report */
+    SHMC_OP_RETIRE,       /* in: attach_seq as the caller saw it */
+    SHMC_OP_CHECK,        /* in: problems[problems_max]; out: problems_count */
     SHMC_OPERATIONS,
 };
 
 struct shmc_token {
     uint64_t index;
     uint64_t generation;
+};
+
+#define SHMC_KEY_WORDS 4u
+
+/* One block in the eyes of a process that holds it. */
+struct shmc_lease {
+    uint64_t block;
+    uint64_t generation;
+    uint64_t place; /* bytes from the start of the arena */
+    uint64_t bytes;
+};
+
+enum shmc_parent_kind {
+    SHMC_PARENT_NONE,
+    SHMC_PARENT_KEY,
+    SHMC_PARENT_LEASE,
+};
+
+/* Totals of the arena, and what the policy and the slabs look like. */
+struct shmc_arena_report {
+    uint64_t used_blocks;
+    uint64_t used_bytes;
+    uint64_t slabs_used;
+    uint64_t draining; /* slab plus one, or 0 */
+    uint64_t stored;
+    uint64_t evicted;
+    uint64_t invalidated;
+    uint64_t duplicates;
+    uint64_t unindexed;
+    uint64_t slabs_moved;
+    uint64_t clock;
+    struct shmc_class classes[SHMC_CLASSES_MAX];
 };
 
 struct shmc_report {
@@ -195,7 +251,26 @@ struct shmc_held {
     X(RESERVATION_COUNT, "the number of reservations differs from its recount")                    \
     X(RESERVATION_STATE, "a reservation entry has an impossible state")                            \
     X(RESERVATION_OWNER, "a reservation entry names a slot that is not in use")                    \
-    X(RESERVATION_FREE_LIST, "the list of free reservation entries is broken")
+    X(RESERVATION_FREE_LIST, "the list of free reservation entries is broken")                     \
+    X(CLAIM_COUNT, "the number of claims differs from its recount")                                \
+    X(CLAIM_STATE, "a claim entry has an impossible state")                                        \
+    X(CLAIM_OWNER, "a claim entry names a slot that is not in use")                                \
+    X(CLAIM_FREE_LIST, "the list of free claim entries is broken")                                 \
+    X(CLAIM_INDEX, "the claim index is broken")                                                    \
+    X(OWNER_ACTIVE, "the bits of slots in use differ from the slots")                              \
+    X(BLOCK_COUNT, "the number or bytes of blocks in use differs from its recount")                \
+    X(BLOCK_STATE, "a block has an impossible state")                                              \
+    X(BLOCK_PLACE, "a block has an impossible place or size")                                      \
+    X(BLOCK_OWNER, "a private block names a slot that is not in use, or is not in its row")        \
+    X(BLOCK_FREE_LIST, "the list of blocks without a place is broken")                             \
+    X(BLOCK_CHILDREN, "a block has fewer children than name it")                                   \
+    X(CLASS_COUNT, "the numbers of a class differ from their recount")                             \
+    X(QUEUE, "a queue of blocks is broken")                                                        \
+    X(SLAB_STATE, "a slab has an impossible state")                                                \
+    X(SLAB_BLOCKS, "the blocks of a slab differ from its counts or lists")                         \
+    X(SLAB_LIST, "a list of slabs is broken")                                                      \
+    X(INDEX_ENTRY, "an index entry names no block that is published under its key")                \
+    X(INDEX_MISSING, "a published block is not in the index once")
 
 enum shmc_problem_kind {
 #define SHMC_PROBLEM_ENUM(name, text) SHMC_PROBLEM_##name,
@@ -229,7 +304,22 @@ struct shmc_request {
     uint32_t owner_slot;
     uint64_t owner_nonce;
     uint64_t cursor;
-    uint64_t released; /* entries given back by a reclaim step */
+    uint64_t row_cursor; /* of a reclaim: words of the row of pins */
+    uint64_t released;   /* entries given back by a reclaim step; bytes freed by an eviction */
+    uint64_t bytes;
+    uint64_t capacity; /* bytes charged for the block */
+    bool has_manager;
+    bool has_reservation;
+    bool protect;
+    bool created;
+    bool named;
+    struct shmc_lease lease;
+    uint64_t key[SHMC_KEY_WORDS];
+    enum shmc_parent_kind parent_kind;
+    struct shmc_lease parent;
+    uint64_t parent_key[SHMC_KEY_WORDS];
+    uint64_t checksum;
+    struct shmc_arena_report *arena_report;
     uint64_t attach_seq;
     struct shmc_problem *problems;
     uint32_t problems_max;
@@ -243,6 +333,66 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
 
 /* Thread id of the present holder of the lock, 0 when free. A hint. */
 pid_t shmc_lock_holder(const struct shmc_handle *handle);
+
+/* ---- pins.c: leases, without the lock ------------------------------------------------------ */
+
+/* Leases the longest run of present keys from the first on; keys_count leases must fit. */
+enum shmc_status shmc_match(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
+                            struct shmc_lease *leases, uint64_t *found);
+/* Whether the key is published, and what its block is; leases nothing, tells the policy nothing. */
+bool shmc_contains(struct shmc_handle *handle, const uint64_t *key, struct shmc_lease *lease);
+void shmc_release(struct shmc_handle *handle, const struct shmc_lease *leases,
+                  uint64_t leases_count);
+/* In a forked child, with its new handle: leases what a view of the parent shows; false when that
+ * is not what it was. */
+bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease);
+/* For views that outlive the handle they were made through: next, which has leased their blocks,
+ * takes over the mapping that they look at, at its address. False: they fault. */
+bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous);
+/* Makes the views of one block fault: they would show another's bytes. */
+void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease);
+
+/* What people may ask of one published block; a hint where it does not come from the block. */
+struct shmc_block_stat {
+    uint64_t bytes;
+    uint64_t capacity;
+    uint64_t generation;
+    uint64_t uses; /* as far as the policy has heard */
+    bool is_protected;
+    bool leased; /* by anybody */
+};
+bool shmc_stat(struct shmc_handle *handle, const uint64_t *key, struct shmc_block_stat *stat);
+
+const uint8_t *shmc_read_address(const struct shmc_handle *handle, const struct shmc_lease *lease);
+uint8_t *shmc_write_address(const struct shmc_handle *handle, const struct shmc_lease *lease);
+uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
+                           enum shmc_counter counter);
+
+/* ---- census.c: who leases what, counted without the lock ----------------------------------- */
+
+struct shmc_holding {
+    uint64_t leased_blocks; /* with a pin of this owner */
+    uint64_t leased_bytes;  /* of their classes */
+    uint64_t private_blocks;
+    uint64_t private_bytes;
+};
+
+/* What each owner has pins on (rows[owners_max]), and how many PUBLISHED blocks of each class
+ * anybody has (leased[SHMC_CLASSES_MAX]). A hint: the world goes on meanwhile. */
+void shmc_census(const struct shmc_handle *handle, struct shmc_holding *rows, uint64_t *leased);
+
+/* ---- checksum.c --------------------------------------------------------------------------------
+ */
+
+/* Of bytes, never 0; finds accidents, not forgers. */
+uint64_t shmc_checksum(const void *data, uint64_t bytes);
+enum shmc_fidelity {
+    SHMC_FAITHFUL,
+    SHMC_NOT_CHECKED, /* the pool keeps no checksums, or this process has checked before */
+    SHMC_DAMAGED,
+};
+/* Compares a leased block's bytes with the checksum of its publisher, as the pool's flags ask. */
+enum shmc_fidelity shmc_verify_lease(struct shmc_handle *handle, const struct shmc_lease *lease);
 
 /* ---- owners.c: who is attached, who is dead ------------------------------------------------ */
 

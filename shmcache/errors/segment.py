@@ -67,6 +67,8 @@ class SegmentError(ContractError):
     Retired: TypeAlias = "_SegmentRetired"
     Corrupt: TypeAlias = "_SegmentCorrupt"
     ArenaFull: TypeAlias = "_SegmentArenaFull"
+    BlockTooLarge: TypeAlias = "_SegmentBlockTooLarge"
+    NoArena: TypeAlias = "_SegmentNoArena"
     InUse: TypeAlias = "_SegmentInUse"
     Closed: TypeAlias = "_SegmentClosed"
     HostError: TypeAlias = "_SegmentHostError"
@@ -139,7 +141,7 @@ class _SegmentOwnersFull(SegmentError):
     hint="release some, or create the pool with a larger {table}_max",
 )
 class _SegmentTableFull(SegmentError):
-    """`table` is `managers`, `reservations` or `blocks`."""
+    """`table` is `managers`, `reservations`, `claims` or `block sizes`."""
 
     table: str
     capacity: int
@@ -176,6 +178,23 @@ class _SegmentArenaFull(SegmentError):
 
     needed: int
     holders: tuple[tuple[int, int], ...]
+
+
+@variant(
+    "no block of this pool can have {needed:size}, the largest has {largest:size}",
+    hint="cut it into smaller blocks, or create the pool with a larger block_bytes_max",
+)
+class _SegmentBlockTooLarge(SegmentError):
+    needed: int
+    largest: int
+
+
+@variant(
+    "pool {name!r} was made without an arena",
+    hint="create it with arena_bytes (and at least 64 KiB of host_bytes)",
+)
+class _SegmentNoArena(SegmentError):
+    name: str
 
 
 @variant(

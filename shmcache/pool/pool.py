@@ -20,14 +20,16 @@ Cost        docs/performance.md.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
 from typing import Any, Self
 
-from shmcache import _core, bounds
+from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
+from shmcache.pool.arena import ArenaPool
 from shmcache.pool.host import host_errors
 from shmcache.pool.owners import (
     POOL_STATES,
@@ -45,6 +47,7 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
+from shmcache.pool.waiting import patiently
 
 _core.bind_values(CachePoolUsage, CachePoolReport, tuple(CachePoolResource))
 
@@ -57,7 +60,7 @@ _OPEN_RETRY_SECONDS = 0.002
 _open_pools: weakref.WeakValueDictionary[int, CacheResidencyPool] = weakref.WeakValueDictionary()
 
 
-class CacheResidencyPool(_core.Attachment):
+class CacheResidencyPool(ArenaPool):
     """One process's handle of a pool. See the module for what holds of every method.
 
     `CacheResidencyPool(limits)` makes an anonymous pool: the same engine in memory without a name,
@@ -65,15 +68,14 @@ class CacheResidencyPool(_core.Attachment):
     epoch, equal in every process, and `limits` are the pool's: none of the three needs the lock.
     """
 
-    def __init__(self, limits: CachePoolLimits) -> None:
-        if not isinstance(limits, CachePoolLimits):
-            raise TypeError(f"limits must be CachePoolLimits, not {type(limits).__name__}")
-        self._take(segment.open_anonymous(SegmentGeometry(limits=limits)), "")
+    def __init__(self, limits: CachePoolLimits, **options: Any) -> None:
+        geometry = _geometry(limits, {"arena_bytes": 0} | options)
+        self._take(segment.open_anonymous(geometry), "")
 
     @classmethod
-    def new(cls, limits: CachePoolLimits) -> Self:
+    def new(cls, limits: CachePoolLimits, **options: Any) -> Self:
         """The same as calling the class."""
-        return cls(limits)
+        return cls(limits, **options)
 
     # -- named pools
 
@@ -82,8 +84,11 @@ class CacheResidencyPool(_core.Attachment):
     def create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
         """Make a pool and attach to it.
 
-        Options: arena_bytes (default host_bytes), blocks_max, owners_max, managers_max,
-        reservations_max, mode (0o600; 0o660 admits the file's group).
+        Options: arena_bytes (default host_bytes), blocks_max (one per 64 KiB), block_bytes_max
+        (2 MiB), claims_max, eviction ("lru", "lfu", "adaptive"), verify ("never", "first",
+        "always": checksums of blocks), hugepages ("none", "thp"), watermarks (parts of the arena
+        to keep free), owners_max, managers_max, reservations_max, mode (0o600; 0o660 admits the
+        file's group).
         Raises: SegmentError.Exists, NoSpace, HostError.
         """
         geometry = _geometry(limits, options)
@@ -199,43 +204,30 @@ class CacheResidencyPool(_core.Attachment):
 
     # -- waiting for capacity
 
-    @staticmethod
-    def _deadline_ns(timeout: float | None) -> int:
-        """0 for "at once", a time that never comes for None."""
-        if timeout is None:
-            return bounds.U64_MAX
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"timeout must be seconds or None, not {type(timeout).__name__}")
-        if not timeout >= 0:
-            raise ValueError(f"timeout must not be negative, unlike {timeout}")
-        if timeout == 0:
-            return 0
-        return time.monotonic_ns() + int(min(timeout, 1e9) * 1e9)
-
     def _reserve_patiently(
-        self, usage: CachePoolUsage, deadline_ns: int, refusal: CachePoolError | SegmentError
+        self, usage: CachePoolUsage, until_ns: int, refusal: CachePoolError | SegmentError
     ) -> _core.CachePoolReservation:
-        """After a refusal: reclaim the dead, then wait for releases, then raise the refusal."""
-        if self._sweep():
+        """After a refusal: reclaim the dead, evict, then wait for releases, then raise it."""
+
+        def attempt() -> _core.CachePoolReservation | None:
+            nonlocal refusal
             answer = self._reserve_once(usage)
+            if not isinstance(answer, _core.CachePoolReservation) and self._make_host_room(answer):
+                answer = self._reserve_once(usage)
             if isinstance(answer, _core.CachePoolReservation):
                 return answer
             refusal = answer
-        if deadline_ns == 0 or _never_fits(usage, self.limits):
+            return None
+
+        hopeless = _never_fits(usage, self.limits)
+        reservation = None
+        if not hopeless and self._make_host_room(refusal):
+            reservation = attempt()
+        if reservation is None:
+            reservation = patiently(self, attempt, until_ns, hopeless=hopeless)
+        if reservation is None:
             raise refusal
-        seen = self._wait_begin()
-        try:
-            while True:
-                answer = self._reserve_once(usage)
-                if isinstance(answer, _core.CachePoolReservation):
-                    return answer
-                left_ns = deadline_ns - time.monotonic_ns()
-                if left_ns <= 0:
-                    raise answer
-                seen = self._wait_release(seen, min(left_ns, bounds.LOCK_SLICE_NS))
-                self._sweep()
-        finally:
-            self._wait_end()
+        return reservation
 
     # -- owners, sweep, verify
 
@@ -325,7 +317,6 @@ class CacheResidencyPool(_core.Attachment):
 def _geometry(limits: CachePoolLimits, options: dict[str, Any]) -> SegmentGeometry:
     if not isinstance(limits, CachePoolLimits):
         raise TypeError(f"limits must be CachePoolLimits, not {type(limits).__name__}")
-    options = {"arena_bytes": None, "blocks_max": None} | options
     return segment.geometry_for(limits, **options)
 
 
@@ -343,4 +334,19 @@ def _never_fits(usage: CachePoolUsage, limits: CachePoolLimits) -> bool:
 def _leave_all() -> None:
     """An orderly exit leaves no slot behind; for the killed, a sweep does the same."""
     for pool in list(_open_pools.values()):
-        pool.close()
+        with contextlib.suppress(BufferError):  # views of unpublished blocks: left to the sweep
+            pool.close()
+
+
+def _keep_views() -> None:
+    """In a forked child: hold for it what views look at, before any of its code can read them.
+
+    What cannot be held faults when it is read, rather than showing another block's bytes.
+    """
+    for pool in list(_open_pools.values()):
+        if pool._has_views():
+            with contextlib.suppress(SegmentError, CachePoolError):
+                pool._ready_here()
+
+
+os.register_at_fork(after_in_child=_keep_views)

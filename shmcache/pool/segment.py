@@ -50,6 +50,11 @@ from shmcache.pool.values import CachePoolLimits
 
 _GATE_POLL_SECONDS = 0.005
 _BLOCK_BYTES = 64 << 10  # default room in the block table: one block per 64 KiB of arena
+_ARENA_ALIGN = 64
+
+EVICTION_POLICIES = ("lru", "lfu", "adaptive")  # in the order of the engine's enum
+VERIFY_FLAGS = {"never": 0, "first": _core.FLAG_VERIFY_FIRST, "always": _core.FLAG_VERIFY_ALWAYS}
+HUGEPAGE_FLAGS = {"none": 0, "thp": _core.FLAG_HUGE_THP}
 
 
 class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +63,10 @@ class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
     limits: CachePoolLimits
     arena_bytes: int = 0
     blocks_max: int = 0
+    block_bytes_max: int = 0
+    claims_max: int = 0
+    free_low_bytes: int = 0
+    free_high_bytes: int = 0
     owners_max: int = bounds.OWNERS_MAX_DEFAULT
     managers_max: int = bounds.MANAGERS_MAX_DEFAULT
     reservations_max: int = bounds.RESERVATIONS_MAX_DEFAULT
@@ -72,11 +81,20 @@ class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
             ("reservations_max", self.reservations_max, 1, bounds.RESERVATIONS_MAX_LIMIT),
             ("blocks_max", self.blocks_max, 0, bounds.BLOCKS_MAX_LIMIT),
             ("arena_bytes", self.arena_bytes, 0, bounds.ARENA_BYTES_LIMIT),
+            ("block_bytes_max", self.block_bytes_max, 0, bounds.BLOCK_BYTES_LIMIT),
+            ("claims_max", self.claims_max, 0, bounds.CLAIMS_MAX_LIMIT),
+            ("free_low_bytes", self.free_low_bytes, 0, bounds.ARENA_BYTES_LIMIT),
+            ("free_high_bytes", self.free_high_bytes, 0, bounds.ARENA_BYTES_LIMIT),
         ):
             bounds.bounded(value, what, low, high)
         bounds.bounded(self.mode, "mode", 0, 0o777)
         if self.mode not in (0o600, 0o660):
             raise ValueError(f"mode must be 0o600 or 0o660, not {self.mode:#o}")
+
+    @property
+    def eviction(self) -> str:
+        """Name of the policy that decides which block goes first."""
+        return EVICTION_POLICIES[self.eviction_policy]
 
     @property
     def segment_bytes(self) -> int:
@@ -85,19 +103,58 @@ class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def geometry_for(
-    limits: CachePoolLimits, *, arena_bytes: int | None, blocks_max: int | None, **tables: int
+    limits: CachePoolLimits,
+    *,
+    arena_bytes: int | None = None,
+    blocks_max: int | None = None,
+    block_bytes_max: int | None = None,
+    claims_max: int = bounds.CLAIMS_MAX_DEFAULT,
+    eviction: str = "adaptive",
+    verify: str = "never",
+    hugepages: str = "none",
+    watermarks: tuple[float, float] = (0.0, 0.0),
+    **tables: int,
 ) -> SegmentGeometry:
-    """The geometry of a named pool: an arena of host_bytes unless told otherwise, none if tiny."""
+    """The geometry of a named pool: an arena of host_bytes unless told otherwise, none if tiny.
+
+    `watermarks` are the parts of the arena of which a keeper (`Supervisor`, `pool.keep_free()`)
+    makes the second free when less than the first is.
+    """
+    policy = _number_of(eviction, "eviction", {n: i for i, n in enumerate(EVICTION_POLICIES)})
+    flags = _number_of(verify, "verify", VERIFY_FLAGS)
+    flags |= _number_of(hugepages, "hugepages", HUGEPAGE_FLAGS)
+    low, high = watermarks
+    if not 0 <= low <= high < 1:
+        raise ValueError(f"watermarks must be 0 <= low <= high < 1, unlike {watermarks}")
     if arena_bytes is None:
         arena_bytes = limits.host_bytes
-    bounds.u64(arena_bytes, "arena_bytes")
+    arena_bytes = bounds.u64(arena_bytes, "arena_bytes") // _ARENA_ALIGN * _ARENA_ALIGN
     if arena_bytes < bounds.ARENA_BYTES_MIN:
-        arena_bytes = 0
+        return SegmentGeometry(limits=limits, **tables)
     if blocks_max is None:
         blocks_max = min(-(-arena_bytes // _BLOCK_BYTES), bounds.BLOCKS_MAX_LIMIT)
-    if arena_bytes == 0:
-        blocks_max = 0
-    return SegmentGeometry(limits=limits, arena_bytes=arena_bytes, blocks_max=blocks_max, **tables)
+    if block_bytes_max is None:
+        block_bytes_max = min(bounds.BLOCK_BYTES_MAX_DEFAULT, arena_bytes)
+    bounds.bounded(block_bytes_max, "block_bytes_max", 1, arena_bytes)
+    bounds.bounded(blocks_max, "blocks_max", 1, bounds.BLOCKS_MAX_LIMIT)
+    return SegmentGeometry(
+        limits=limits,
+        arena_bytes=arena_bytes,
+        blocks_max=blocks_max,
+        block_bytes_max=block_bytes_max,
+        claims_max=claims_max,
+        free_low_bytes=int(low * arena_bytes),
+        free_high_bytes=int(high * arena_bytes),
+        eviction_policy=policy,
+        flags=flags,
+        **tables,
+    )
+
+
+def _number_of(name: str, what: str, numbers: dict[str, int]) -> int:
+    if name not in numbers:
+        raise ValueError(f"{what} must be one of {', '.join(numbers)}, not {name!r}")
+    return numbers[name]
 
 
 # ---- opening -----------------------------------------------------------------------------------

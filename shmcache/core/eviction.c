@@ -1,0 +1,330 @@
+/* eviction.c: which published block goes first.
+ *
+ * Why         Most blocks are never read again; which ones will be is guessed from how they were
+ *             used. A hit must cost its reader no lock, so uses arrive late, by the access rings.
+ * Contract    Called with the lock held. Every PUBLISHED block is in one queue of its class; a
+ *             policy decides in which, where, and from which queue the next victim comes. What it
+ *             remembers beside that (clock, learned numbers, ghosts) is a hint: damage there
+ *             costs hits, never a wrong byte.
+ * Invariants  A block's queue is the low byte of its policy word. Queues are lists by age, newest
+ *             first; blocks stored or matched as a run are in it with the start of the run as the
+ *             newest, so that a run is eaten from its end.
+ * Death       Moving a block is one redo record. Ring entries that were drained twice count twice.
+ * Cost        O(1) per hit, store and eviction.
+ */
+#include "atomics.h"
+#include "internal.h"
+
+#define DRAIN_MAX 4096u /* ring entries drained while the lock is held: some hundred microseconds */
+#define RUN_WINDOW 4096u /* a parent used so recently is of the run that its child is stored in */
+#define USES_MAX   0xffffu
+
+/* ---- queues: doubly linked by index, two links in a word ----------------------------------- */
+
+static uint64_t blocks_max(const struct shmc_handle *handle)
+{
+    return handle->header.geometry.blocks_max;
+}
+
+static uint64_t queue_of(const struct shmc_handle *handle, uint64_t block)
+{
+    return SHMC_POLICY_QUEUE(shmc_redo_get(handle, &handle->blocks[block].policy));
+}
+
+static void set_newer(struct shmc_handle *handle, uint32_t block, uint32_t newer)
+{
+    uint64_t *word = &handle->blocks[block - 1].links;
+    shmc_redo_set(handle, word, SHMC_PAIR(newer, SHMC_LOW(shmc_redo_get(handle, word))));
+}
+
+static void set_older(struct shmc_handle *handle, uint32_t block, uint32_t older)
+{
+    uint64_t *word = &handle->blocks[block - 1].links;
+    shmc_redo_set(handle, word, SHMC_PAIR(SHMC_HIGH(shmc_redo_get(handle, word)), older));
+}
+
+enum shmc_status shmc_queue_remove(struct shmc_handle *handle, struct shmc_class *class,
+                                   uint64_t block)
+{
+    uint64_t queue = queue_of(handle, block);
+    SHMC_CHECK(queue < SHMC_QUEUES);
+    uint64_t links = shmc_redo_get(handle, &handle->blocks[block].links);
+    uint64_t ends = shmc_redo_get(handle, &class->ends[queue]);
+    uint64_t count = shmc_redo_get(handle, &class->counts[queue]);
+    uint32_t newer = SHMC_HIGH(links), older = SHMC_LOW(links);
+    SHMC_CHECK(count > 0 && newer <= blocks_max(handle) && older <= blocks_max(handle));
+    if (newer != 0)
+        set_older(handle, newer, older);
+    if (older != 0)
+        set_newer(handle, older, newer);
+    if (newer == 0 || older == 0)
+        shmc_redo_set(
+            handle, &class->ends[queue],
+            SHMC_PAIR(newer == 0 ? older : SHMC_HIGH(ends), older == 0 ? newer : SHMC_LOW(ends)));
+    shmc_redo_set(handle, &class->counts[queue], count - 1);
+    return SHMC_OK;
+}
+
+/* Puts the block right below newer, or first when that is 0. Its policy word is the caller's. */
+static enum shmc_status insert_below(struct shmc_handle *handle, struct shmc_class *class,
+                                     uint64_t queue, uint64_t block, uint32_t newer)
+{
+    uint64_t ends = shmc_redo_get(handle, &class->ends[queue]);
+    uint64_t count = shmc_redo_get(handle, &class->counts[queue]);
+    uint32_t older = newer == 0 ? SHMC_HIGH(ends)
+                                : SHMC_LOW(shmc_redo_get(handle, &handle->blocks[newer - 1].links));
+    uint32_t index = (uint32_t)block + 1;
+    SHMC_CHECK(older <= blocks_max(handle) && SHMC_HIGH(ends) <= blocks_max(handle));
+    if (newer != 0)
+        set_older(handle, newer, index);
+    if (older != 0)
+        set_newer(handle, older, index);
+    shmc_redo_set(handle, &handle->blocks[block].links, SHMC_PAIR(newer, older));
+    if (newer == 0 || older == 0)
+        shmc_redo_set(
+            handle, &class->ends[queue],
+            SHMC_PAIR(newer == 0 ? index : SHMC_HIGH(ends), older == 0 ? index : SHMC_LOW(ends)));
+    shmc_redo_set(handle, &class->counts[queue], count + 1);
+    return SHMC_OK;
+}
+
+static enum shmc_status insert_oldest(struct shmc_handle *handle, struct shmc_class *class,
+                                      uint64_t queue, uint64_t block)
+{
+    return insert_below(handle, class, queue, block,
+                        SHMC_LOW(shmc_redo_get(handle, &class->ends[queue])));
+}
+
+/* From the queue it is in to the newest end of another, or of the same. */
+enum shmc_status shmc_queue_move(struct shmc_handle *handle, struct shmc_class *class,
+                                 uint64_t block, uint64_t queue)
+{
+    uint64_t *word = &handle->blocks[block].policy;
+    enum shmc_status status = shmc_queue_remove(handle, class, block);
+    if (status != SHMC_OK)
+        return status;
+    uint64_t policy = shmc_redo_get(handle, word);
+    shmc_redo_set(handle, word, (policy & ~0xffull) | queue);
+    return insert_below(handle, class, queue, block, 0);
+}
+
+/* ---- policies ------------------------------------------------------------------------------ */
+
+static uint64_t tick(struct shmc_handle *handle)
+{
+    return ++handle->control->clock;
+}
+
+static uint64_t log2_below(uint64_t value, uint64_t limit)
+{
+    uint64_t log = 0;
+    while (value > 1 && log + 1 < limit) {
+        value /= 2;
+        log++;
+    }
+    return log;
+}
+
+/* The queue of a block that was used so often. */
+static uint64_t queue_for(const struct shmc_handle *handle, uint64_t uses)
+{
+    switch (handle->header.geometry.eviction_policy) {
+    case SHMC_POLICY_LFU:
+        return log2_below(uses, SHMC_POLICY_QUEUES);
+    default:
+        return SHMC_QUEUE_0;
+    }
+}
+
+/* Puts the use of a block into the record: it becomes the newest of its queue. */
+static enum shmc_status use(struct shmc_handle *handle, struct shmc_class *class, uint64_t block)
+{
+    uint64_t policy = handle->blocks[block].policy;
+    uint64_t uses = SHMC_POLICY_USES(policy) < USES_MAX ? SHMC_POLICY_USES(policy) + 1 : USES_MAX;
+    enum shmc_status status = shmc_queue_remove(handle, class, block);
+    if (status != SHMC_OK)
+        return status;
+    uint64_t queue = SHMC_POLICY_QUEUE(policy) == SHMC_QUEUE_PROTECTED ? SHMC_QUEUE_PROTECTED
+                                                                       : queue_for(handle, uses);
+    shmc_redo_set(handle, &handle->blocks[block].policy, SHMC_POLICY_OF(queue, uses, tick(handle)));
+    return insert_below(handle, class, queue, block, 0);
+}
+
+/* Whether the child is stored in the same burst as the parent was used. */
+static bool is_of_run(const struct shmc_handle *handle, const struct shmc_class *class,
+                      uint64_t parent, uint64_t queue)
+{
+    struct shmc_slab *slab;
+    struct shmc_class *of_parent;
+    uint64_t policy = handle->blocks[parent].policy;
+    return queue < SHMC_POLICY_QUEUES && SHMC_POLICY_QUEUE(policy) == queue &&
+           handle->control->clock - SHMC_POLICY_CLOCK(policy) <= RUN_WINDOW &&
+           shmc_slab_of(handle, parent, &slab, &of_parent) == SHMC_OK && of_parent == class;
+}
+
+/* Puts a new block into its queue: below its parent when that was just used, else first. */
+enum shmc_status shmc_policy_insert(struct shmc_handle *handle, struct shmc_class *class,
+                                    uint64_t block, uint64_t parent)
+{
+    uint64_t queue = queue_for(handle, 1);
+    uint64_t clock = handle->control->clock;
+    uint32_t newer = 0;
+    if ((shmc_redo_get(handle, &handle->blocks[block].flags) & SHMC_BLOCK_PROTECTED) != 0)
+        queue = SHMC_QUEUE_PROTECTED;
+    if (parent != SHMC_NO_INDEX && is_of_run(handle, class, parent, queue)) {
+        newer = (uint32_t)parent + 1;
+        clock = SHMC_POLICY_CLOCK(handle->blocks[parent].policy);
+    } else {
+        clock = tick(handle);
+    }
+    shmc_redo_set(handle, &handle->blocks[block].policy, SHMC_POLICY_OF(queue, 1, clock));
+    return insert_below(handle, class, queue, block, newer);
+}
+
+/* The next victim of the class, or SHMC_NO_INDEX. */
+uint64_t shmc_policy_victim(const struct shmc_handle *handle, const struct shmc_class *class)
+{
+    for (uint32_t queue = 0; queue < SHMC_POLICY_QUEUES; queue++) {
+        uint32_t oldest = SHMC_LOW(class->ends[queue]);
+        if (oldest != 0 && oldest <= blocks_max(handle))
+            return oldest - 1;
+    }
+    return SHMC_NO_INDEX;
+}
+
+/* How long ago the class's next victim was used, on the policy's clock; 0 without one. */
+uint64_t shmc_policy_age(const struct shmc_handle *handle, const struct shmc_class *class)
+{
+    uint64_t victim = shmc_policy_victim(handle, class);
+    if (victim == SHMC_NO_INDEX)
+        return 0;
+    return handle->control->clock - SHMC_POLICY_CLOCK(handle->blocks[victim].policy) + 1;
+}
+
+/* ---- blocks that cannot go now ------------------------------------------------------------- */
+
+/* Sets a block aside that is leased, or has children that are. */
+enum shmc_status shmc_policy_park(struct shmc_handle *handle, struct shmc_class *class,
+                                  uint64_t block)
+{
+    shmc_redo_begin(handle, SHMC_OP_EVICT);
+    enum shmc_status status = shmc_queue_move(handle, class, block, SHMC_QUEUE_PARKED);
+    if (status == SHMC_OK)
+        shmc_redo_commit(handle);
+    return status;
+}
+
+/* Puts a block that nobody can find any more, and is in no queue, among the DOOMED. */
+enum shmc_status shmc_policy_doom(struct shmc_handle *handle, struct shmc_class *class,
+                                  uint64_t block)
+{
+    uint64_t policy = handle->blocks[block].policy;
+    shmc_redo_set(handle, &handle->blocks[block].policy, (policy & ~0xffull) | SHMC_QUEUE_DOOMED);
+    return insert_below(handle, class, SHMC_QUEUE_DOOMED, block, 0);
+}
+
+/* Looks at the block that was parked longest ago: if nothing holds it any more it is a candidate
+ * again, the first one. */
+enum shmc_status shmc_policy_unpark_one(struct shmc_handle *handle, struct shmc_class *class)
+{
+    uint32_t oldest = SHMC_LOW(class->ends[SHMC_QUEUE_PARKED]);
+    if (oldest == 0)
+        return SHMC_OK;
+    SHMC_CHECK(oldest <= blocks_max(handle));
+    uint64_t block = oldest - 1;
+    bool held = handle->blocks[block].children != 0 || shmc_is_pinned(handle, block);
+    shmc_redo_begin(handle, SHMC_OP_EVICT);
+    enum shmc_status status = shmc_queue_remove(handle, class, block);
+    if (status != SHMC_OK)
+        return status;
+    uint64_t policy = handle->blocks[block].policy;
+    uint64_t queue = held ? SHMC_QUEUE_PARKED : queue_for(handle, SHMC_POLICY_USES(policy));
+    shmc_redo_set(handle, &handle->blocks[block].policy, (policy & ~0xffull) | queue);
+    status = held ? insert_below(handle, class, queue, block, 0)
+                  : insert_oldest(handle, class, queue, block);
+    if (status == SHMC_OK)
+        shmc_redo_commit(handle);
+    return status;
+}
+
+/* ---- protection ---------------------------------------------------------------------------- */
+
+enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_class *class,
+                                     uint64_t block, bool protect)
+{
+    struct shmc_block *entry = &handle->blocks[block];
+    bool is_protected = SHMC_POLICY_QUEUE(entry->policy) == SHMC_QUEUE_PROTECTED;
+    if (is_protected == protect)
+        return SHMC_OK;
+    uint64_t queue =
+        protect ? SHMC_QUEUE_PROTECTED : queue_for(handle, SHMC_POLICY_USES(entry->policy));
+    shmc_redo_begin(handle, SHMC_OP_PROTECT);
+    enum shmc_status status = shmc_queue_move(handle, class, block, queue);
+    if (status != SHMC_OK)
+        return status;
+    shmc_redo_set(handle, &entry->flags, protect ? SHMC_BLOCK_PROTECTED : 0);
+    shmc_redo_commit(handle);
+    return SHMC_OK;
+}
+
+/* ---- the access rings ---------------------------------------------------------------------- */
+
+static enum shmc_status use_named(struct shmc_handle *handle, uint64_t name)
+{
+    struct shmc_slab *slab;
+    struct shmc_class *class;
+    uint64_t block = SHMC_NAMED_BLOCK(name);
+    if (block >= blocks_max(handle) || !shmc_block_is(handle, name, SHMC_BLOCK_PUBLISHED))
+        return SHMC_OK; /* gone meanwhile, or never was */
+    enum shmc_status status = shmc_slab_of(handle, block, &slab, &class);
+    shmc_redo_begin(handle, SHMC_OP_DRAIN);
+    if (status == SHMC_OK)
+        status = use(handle, class, block);
+    if (status == SHMC_OK)
+        shmc_redo_commit(handle);
+    return status;
+}
+
+/* Tells the policy what one owner has read; at most budget entries, which it lowers. */
+static enum shmc_status drain(struct shmc_handle *handle, uint32_t slot, uint32_t *budget)
+{
+    struct shmc_ring *ring = shmc_ring_of(handle, slot);
+    uint64_t entries = handle->header.ring_entries;
+    uint64_t head = shmc_load_acquire(&ring->head);
+    uint64_t tail = shmc_load_relaxed(&ring->tail);
+    if (head - tail > entries)
+        tail = head; /* damage, which may cost a hit and no more */
+    for (; tail != head && *budget > 0; tail++, (*budget)--) {
+        enum shmc_status status =
+            use_named(handle, shmc_load_relaxed(&ring->entries[tail & (entries - 1)]));
+        if (status != SHMC_OK)
+            return status;
+    }
+    if (tail != ring->tail)
+        shmc_store_release(&ring->tail, tail);
+    return SHMC_OK;
+}
+
+enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle)
+{
+    uint32_t budget = SHMC_RING_ENTRIES_MAX;
+    return handle->slot == SHMC_NO_SLOT ? SHMC_OK : drain(handle, handle->slot, &budget);
+}
+
+/* MORE when the lock should be given to others before the rest. */
+enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle)
+{
+    uint32_t budget = DRAIN_MAX;
+    for (uint32_t word = 0; word < SHMC_WAITER_WORDS; word++) {
+        for (uint64_t active = handle->control->active[word]; active != 0; active &= active - 1) {
+            uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(active);
+            SHMC_CHECK(slot < handle->header.geometry.owners_max);
+            enum shmc_status status = drain(handle, slot, &budget);
+            if (status != SHMC_OK)
+                return status;
+            if (budget == 0)
+                return SHMC_MORE;
+        }
+    }
+    return SHMC_OK;
+}

@@ -1,0 +1,380 @@
+/* pins.c: leasing a block without a lock, and what makes that safe.
+ *
+ * Why         A hit must cost a few cache misses, whatever other processes do; two readers of one
+ *             block must not share a written cache line; and what a killed reader held must be
+ *             findable.
+ * Contract    A pin is one bit: row of the owner, column of the block. Only its owner sets and
+ *             clears it, or a cleaner of the dead owner under the lock. To lease: set the bit,
+ *             then read the state, then compare the key; anything unexpected: undo and miss. To
+ *             evict (blocks.c, under the lock): exchange the state to EVICTING, then read the bit
+ *             in every active row; any set: put the state back. Both sides are seq_cst, so one
+ *             of them sees the other.
+ * Invariants  G3, G4. A bit is set while the process's count for its block is not 0: count and bit
+ *             change together under the leaf lock, failed attempts included, for a second thread
+ *             must not clear what the first relies on. No transition of a block touches a pin; a
+ *             stray bit on a FREE block only delays.
+ * Concurrency The leaf lock is a spin lock of this process. It may be taken while holding the
+ *             segment's lock only by trying (operations.c), and nothing is awaited under it.
+ * Death       Bits remain; reclaim clears the row of the dead owner.
+ * Source      DESIGN "Pins"; the store-load race and the lost-bit races that this order excludes
+ *             each have a mutant.
+ */
+#include "atomics.h"
+#include "internal.h"
+
+#include <string.h>
+
+#define SPINS_BEFORE_YIELD 200u
+#define MATCH_CHUNK 32u /* keys in flight at once: hides the misses of one behind the others */
+
+/* ---- the leaf lock ------------------------------------------------------------------------- */
+
+bool shmc_leaf_try(struct shmc_handle *handle)
+{
+    for (uint32_t spins = 0; spins < SPINS_BEFORE_YIELD; spins++) {
+        if (shmc_exchange32_acquire(&handle->leaf, 1) == 0)
+            return true;
+        shmc_cpu_relax();
+    }
+    return false;
+}
+
+void shmc_leaf_enter(struct shmc_handle *handle)
+{
+    while (!shmc_leaf_try(handle))
+        shmc_os_yield();
+}
+
+void shmc_leaf_leave(struct shmc_handle *handle)
+{
+    shmc_store32_release(&handle->leaf, 0);
+}
+
+/* ---- bits ---------------------------------------------------------------------------------- */
+
+uint64_t *shmc_pin_row(const struct shmc_handle *handle, uint32_t slot)
+{
+    uint8_t *pins = shmc_region(handle, SHMC_REGION_PINS);
+    return (uint64_t *)(pins + slot * shmc_pin_row_bytes(handle->header.geometry.blocks_max));
+}
+
+static uint64_t bit_of(uint64_t block)
+{
+    return 1ull << block % 64;
+}
+
+void shmc_pin(struct shmc_handle *handle, uint64_t block)
+{
+#ifdef SHMC_MUTANT_NAIVE_COUNTS
+    if (shmc_add32_seq_cst(&handle->counts[block], 1) == 0)
+        shmc_or_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], bit_of(block));
+#else
+    if (handle->counts[block]++ == 0)
+        shmc_or_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], bit_of(block));
+#endif
+}
+
+/* True when it was the last lease of this process. */
+bool shmc_unpin(struct shmc_handle *handle, uint64_t block)
+{
+#ifdef SHMC_MUTANT_NAIVE_COUNTS
+    if (shmc_add32_seq_cst(&handle->counts[block], UINT32_MAX) != 1)
+        return false;
+#else
+    SHMC_ASSERT(handle->counts[block] > 0);
+    if (--handle->counts[block] != 0)
+        return false;
+#endif
+    shmc_and_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], ~bit_of(block));
+    return true;
+}
+
+bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block)
+{
+    uint64_t row_words = shmc_pin_row_bytes(handle->header.geometry.blocks_max) / sizeof(uint64_t);
+    const uint64_t *column = shmc_pin_row(handle, 0) + block / 64;
+    for (uint32_t word = 0; word * 64 < handle->header.geometry.owners_max; word++) {
+        uint64_t active = handle->control->active[word];
+        for (; active != 0; active &= active - 1) {
+            uint64_t slot = word * 64 + (uint64_t)__builtin_ctzll(active);
+            if (slot >= handle->header.geometry.owners_max)
+                break;
+            if ((shmc_load_seq_cst(column + slot * row_words) & bit_of(block)) != 0)
+                return true;
+        }
+    }
+    return false;
+}
+
+/* ---- counters and the access ring ---------------------------------------------------------- */
+
+struct shmc_ring *shmc_ring_of(const struct shmc_handle *handle, uint32_t slot)
+{
+    uint8_t *rings = shmc_region(handle, SHMC_REGION_RINGS);
+    return (struct shmc_ring *)(rings + slot * shmc_ring_bytes(&handle->header));
+}
+
+static void count(struct shmc_handle *handle, enum shmc_counter counter, uint64_t more)
+{
+    struct shmc_telemetry_row *rows = shmc_region(handle, SHMC_REGION_TELEMETRY);
+    uint64_t *word = &rows[handle->slot].counters[counter];
+    shmc_store_release(word, shmc_load_relaxed(word) + more);
+}
+
+/* False when the ring is full. */
+static bool push(struct shmc_handle *handle, const struct shmc_lease *lease)
+{
+    struct shmc_ring *ring = shmc_ring_of(handle, handle->slot);
+    uint64_t entries = handle->header.ring_entries;
+    uint64_t head = shmc_load_relaxed(&ring->head);
+    if (head - shmc_load_acquire(&ring->tail) >= entries)
+        return false;
+    ring->entries[head & (entries - 1)] = SHMC_BLOCK_NAME(lease->block, lease->generation);
+    shmc_store_release(&ring->head, head + 1);
+    return true;
+}
+
+/* Tells the policy of the hits, the last one first, so that the start of a run is the youngest.
+ * Called and left with the leaf lock held, which it leaves in between. */
+static void note_hits(struct shmc_handle *handle, const struct shmc_lease *leases, uint64_t found)
+{
+    uint64_t left = found;
+    bool drained = false;
+    count(handle, SHMC_COUNTER_HITS, found);
+    while (left > 0) {
+        if (push(handle, &leases[left - 1])) {
+            left--;
+            drained = false;
+            continue;
+        }
+        if (drained)
+            break;
+        struct shmc_request request = {.operation = SHMC_OP_DRAIN};
+        shmc_leaf_leave(handle);
+        shmc_perform(handle, &request, 0); /* when the lock is taken, the policy loses some hits */
+        shmc_leaf_enter(handle);
+        drained = true;
+    }
+    if (left != 0)
+        count(handle, SHMC_COUNTER_RING_LOST, left);
+}
+
+/* ---- leasing ------------------------------------------------------------------------------- */
+
+static bool fits_arena(const struct shmc_handle *handle, uint64_t place, uint64_t bytes)
+{
+    return bytes <= handle->arena_bytes && place <= handle->arena_bytes - bytes;
+}
+
+/* What a pinned block is, if it is published under the key and lies in the arena. */
+static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const uint64_t *key,
+                        struct shmc_lease *lease)
+{
+    const struct shmc_block *block = &handle->blocks[index];
+#ifndef SHMC_MUTANT_NO_REREAD
+    if (SHMC_BLOCK_STATE(shmc_load_seq_cst(&block->state)) != SHMC_BLOCK_PUBLISHED)
+        return false;
+#endif
+    *lease = (struct shmc_lease){
+        .block = index,
+        .generation = shmc_load_relaxed(&block->generation),
+        .place = shmc_load_relaxed(&block->place),
+        .bytes = shmc_load_relaxed(&block->bytes),
+    };
+    return shmc_same_key(block->key, key) && fits_arena(handle, lease->place, lease->bytes);
+}
+
+/* One entry of a bucket: pin what it names, look, undo when it is something else. */
+static bool try_entry(struct shmc_handle *handle, uint64_t word, uint64_t tag, const uint64_t *key,
+                      struct shmc_lease *lease)
+{
+    uint64_t block;
+    if (!shmc_index_matches(word, tag, &block) || block >= handle->header.geometry.blocks_max)
+        return false;
+#ifdef SHMC_MUTANT_NO_REREAD
+    if (SHMC_BLOCK_STATE(shmc_load_acquire(&handle->blocks[block].state)) != SHMC_BLOCK_PUBLISHED ||
+        !read_pinned(handle, block, key, lease))
+        return false;
+    shmc_pin(handle, block);
+    return true;
+#else
+    shmc_pin(handle, block);
+    if (read_pinned(handle, block, key, lease))
+        return true;
+    shmc_unpin(handle, block);
+    return false;
+#endif
+}
+
+static bool lease_key(struct shmc_handle *handle, const struct shmc_key_hash *hash,
+                      const uint64_t *key, struct shmc_lease *lease)
+{
+    for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++)
+        if (try_entry(handle, shmc_load_acquire(&hash->first[i]), hash->tag, key, lease))
+            return true;
+    for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++)
+        if (try_entry(handle, shmc_load_acquire(&hash->second[i]), hash->tag, key, lease))
+            return true;
+    return false;
+}
+
+/* Asks for the lines that lease_key() will need, as soon as their addresses are known. */
+static void prefetch_candidates(const struct shmc_handle *handle, const struct shmc_key_hash *hash)
+{
+    const uint64_t *row = shmc_pin_row(handle, handle->slot);
+    for (uint32_t choice = 0; choice < 2; choice++) {
+        const uint64_t *bucket = choice == 0 ? hash->first : hash->second;
+        for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++) {
+            uint64_t block;
+            if (!shmc_index_matches(shmc_load_relaxed(&bucket[i]), hash->tag, &block) ||
+                block >= handle->header.geometry.blocks_max)
+                continue;
+            shmc_prefetch(&handle->blocks[block]);
+            shmc_prefetch(&row[block / 64]);
+            shmc_prefetch(&handle->counts[block]);
+        }
+    }
+}
+
+/* Leases the first keys of a chunk; returns how many before the first that is absent. */
+static uint64_t lease_chunk(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
+                            struct shmc_lease *leases)
+{
+    struct shmc_key_hash hashes[MATCH_CHUNK];
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < keys_count; i++) {
+        hashes[i] = shmc_index_hash(handle, keys + i * SHMC_KEY_WORDS);
+        shmc_prefetch(hashes[i].first);
+        shmc_prefetch(hashes[i].second);
+    }
+    if (keys_count > 1)
+        for (uint64_t i = 0; i < keys_count; i++)
+            prefetch_candidates(handle, &hashes[i]);
+    while (found < keys_count &&
+           lease_key(handle, &hashes[found], keys + found * SHMC_KEY_WORDS, &leases[found]))
+        found++;
+    return found;
+}
+
+/* Whether this process may lease at all: as admission() in operations.c, without the lock. */
+static enum shmc_status may_lease(const struct shmc_handle *handle)
+{
+    if (!shmc_is_mine(handle))
+        return SHMC_FORKED;
+    enum shmc_status status = shmc_ended(handle);
+    if (status != SHMC_OK)
+        return status;
+    if (handle->arena_bytes == 0)
+        return SHMC_NO_ARENA;
+    if (handle->slot == SHMC_NO_SLOT || handle->counts == NULL)
+        return SHMC_NOT_JOINED;
+    const struct shmc_owner *owner = &handle->owners[handle->slot];
+    bool mine = shmc_load_relaxed(&owner->nonce) == handle->nonce &&
+                shmc_load_relaxed(&owner->state) == SHMC_OWNER_ACTIVE;
+    return mine ? SHMC_OK : SHMC_LOST_SLOT;
+}
+
+enum shmc_status shmc_match(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
+                            struct shmc_lease *leases, uint64_t *found)
+{
+    *found = 0;
+    enum shmc_status status = may_lease(handle);
+    if (status != SHMC_OK || keys_count == 0)
+        return status;
+    bool missed = false;
+    shmc_leaf_enter(handle);
+    while (*found < keys_count && !missed) {
+        uint64_t chunk = keys_count - *found < MATCH_CHUNK ? keys_count - *found : MATCH_CHUNK;
+        uint64_t got = lease_chunk(handle, keys + *found * SHMC_KEY_WORDS, chunk, leases + *found);
+        *found += got;
+        missed = got != chunk;
+    }
+    if (missed)
+        count(handle, SHMC_COUNTER_MISSES, 1);
+    if (*found != 0)
+        note_hits(handle, leases, *found);
+    shmc_leaf_leave(handle);
+    return SHMC_OK;
+}
+
+bool shmc_contains(struct shmc_handle *handle, const uint64_t *key, struct shmc_lease *lease)
+{
+    if (may_lease(handle) != SHMC_OK)
+        return false;
+    struct shmc_key_hash hash = shmc_index_hash(handle, key);
+    shmc_leaf_enter(handle);
+    bool found = lease_key(handle, &hash, key, lease);
+    if (found)
+        shmc_unpin(handle, lease->block);
+    shmc_leaf_leave(handle);
+    return found;
+}
+
+bool shmc_stat(struct shmc_handle *handle, const uint64_t *key, struct shmc_block_stat *stat)
+{
+    struct shmc_lease lease;
+    if (!shmc_contains(handle, key, &lease))
+        return false;
+    const struct shmc_block *block = &handle->blocks[lease.block];
+    struct shmc_slab *slab;
+    struct shmc_class *class;
+    *stat = (struct shmc_block_stat){
+        .bytes = lease.bytes,
+        .generation = lease.generation,
+        .uses = SHMC_POLICY_USES(shmc_load_relaxed(&block->policy)),
+        .is_protected = (shmc_load_relaxed(&block->flags) & SHMC_BLOCK_PROTECTED) != 0,
+        .leased = shmc_is_pinned(handle, lease.block),
+    };
+    if (shmc_slab_of(handle, lease.block, &slab, &class) == SHMC_OK)
+        stat->capacity = class->block_bytes;
+    return true;
+}
+
+void shmc_release(struct shmc_handle *handle, const struct shmc_lease *leases,
+                  uint64_t leases_count)
+{
+    bool last = false;
+    if (!shmc_is_mine(handle) || handle->counts == NULL)
+        return;
+    shmc_leaf_enter(handle);
+    for (uint64_t i = 0; i < leases_count; i++)
+        last |= shmc_unpin(handle, leases[i].block);
+    shmc_leaf_leave(handle);
+    if (last)
+        shmc_wake_waiters(handle);
+}
+
+/* In a forked child, whose handle is new: leases the very blocks that the parent's views show, if
+ * they still are what they were. */
+bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease)
+{
+    if (may_lease(handle) != SHMC_OK || lease->block >= handle->header.geometry.blocks_max)
+        return false;
+    const struct shmc_block *block = &handle->blocks[lease->block];
+    shmc_leaf_enter(handle);
+    shmc_pin(handle, lease->block);
+    uint64_t state = SHMC_BLOCK_STATE(shmc_load_seq_cst(&block->state));
+    bool same = (state == SHMC_BLOCK_PUBLISHED || state == SHMC_BLOCK_DOOMED) &&
+                shmc_load_relaxed(&block->generation) == lease->generation;
+    if (!same)
+        shmc_unpin(handle, lease->block);
+    shmc_leaf_leave(handle);
+    return same;
+}
+
+const uint8_t *shmc_read_address(const struct shmc_handle *handle, const struct shmc_lease *lease)
+{
+    return handle->read_base + lease->place;
+}
+
+uint8_t *shmc_write_address(const struct shmc_handle *handle, const struct shmc_lease *lease)
+{
+    return handle->write_base + lease->place;
+}
+
+uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
+                           enum shmc_counter counter)
+{
+    const struct shmc_telemetry_row *rows = shmc_region(handle, SHMC_REGION_TELEMETRY);
+    return shmc_load_relaxed(&rows[slot].counters[counter]);
+}

@@ -1,0 +1,291 @@
+"""The arena of a pool: store once, lease anywhere, without copying.
+
+Why         Workers of one host compute the same prefixes; each should be in memory once, readable
+            by all, and gone when room is needed and nobody reads it.
+Contract    allocate -> write -> publish makes a block visible under a 256-bit key; lookup and match
+            lease what is there. What nobody leases is evicted when room is needed, by the policy
+            chosen at create. A miss is always a correct answer.
+Invariants  G1: a block is charged on the host axis, with the size of its class. G3, G4, G7.
+Concurrency Any thread. Hits and misses take no lock.
+Death       Unpublished blocks, leases and claims of a killed process are given back by reclaim;
+            published blocks stay.
+Errors      SegmentError.ArenaFull, BlockTooLarge, NoArena, TableFull;
+            CachePoolError.BudgetExceeded; BufferError while views live.
+Cost        docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from shmcache import _core
+from shmcache.errors import CachePoolError, SegmentError
+from shmcache.pool.values import CachePoolResource
+from shmcache.pool.waiting import deadline_ns, patiently
+
+if TYPE_CHECKING:
+    from shmcache._core import Key, Keys
+
+Refusal = CachePoolError | SegmentError
+
+
+class PublishResult(NamedTuple):
+    """What publishing a block answers.
+
+    `lease` is on the block that is now found under the key; `created` is False when it was there
+    before, and when it cannot be found at all because its place in the index is full.
+    """
+
+    lease: _core.Lease
+    created: bool
+
+
+_core.bind_arrays(PublishResult, np.ndarray, np.dtype)
+
+
+class BlockStat(msgspec.Struct, frozen=True, gc=False):
+    """What is known of one published block; of `leased` and `uses`, what was known a moment ago."""
+
+    nbytes: int
+    capacity: int
+    generation: int
+    uses: int
+    protected: bool
+    leased: bool
+
+
+class ArenaClass(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one size. Units: `*_bytes` bytes, the others blocks; `slabs` slabs."""
+
+    block_bytes: int
+    slabs: int
+    used: int
+    published: int
+    doomed: int
+    protected: int
+    leased: int
+
+    @property
+    def private(self) -> int:
+        """Blocks that some owner writes or keeps to itself."""
+        return self.used - self.published - self.doomed
+
+    @property
+    def evictable(self) -> int:
+        """Published blocks that nobody leases and that are not protected; at least so many."""
+        return max(self.published - self.leased - self.protected, 0)
+
+
+class ArenaReport(msgspec.Struct, frozen=True, gc=False):
+    """One look at the arena: sums at one instant, leases as they were meanwhile.
+
+    `stored` to `slabs_moved` and `hits` to `bad_checksums` count since the pool was made.
+    """
+
+    arena_bytes: int
+    used_bytes: int
+    used_blocks: int
+    slab_bytes: int
+    slabs: int
+    slabs_used: int
+    draining: bool
+    classes: tuple[ArenaClass, ...]
+    stored: int
+    evicted: int
+    invalidated: int
+    duplicates: int
+    unindexed: int
+    slabs_moved: int
+    hits: int
+    misses: int
+    hits_unseen: int
+    bad_checksums: int
+
+    def _bytes(self, what: str) -> int:
+        return sum(kind.block_bytes * getattr(kind, what) for kind in self.classes)
+
+    @property
+    def published_bytes(self) -> int:
+        """Findable by their keys."""
+        return self._bytes("published")
+
+    @property
+    def private_bytes(self) -> int:
+        """Written or kept by one owner."""
+        return self._bytes("private")
+
+    @property
+    def leased_bytes(self) -> int:
+        """Of published blocks that anybody leases, each once."""
+        return self._bytes("leased")
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Published, and neither leased nor protected."""
+        return self._bytes("evictable")
+
+    @property
+    def doomed_bytes(self) -> int:
+        """Withdrawn, and still leased."""
+        return self._bytes("doomed")
+
+    @property
+    def fragmentation(self) -> float:
+        """Part of the slabs in use that is in no block: free places, and what no place fits."""
+        held = min(self.slabs_used * self.slab_bytes, self.arena_bytes)
+        return 1 - self.used_bytes / held if held else 0.0
+
+
+class ArenaHolding(msgspec.Struct, frozen=True, gc=False):
+    """What one owner keeps from being evicted."""
+
+    slot: int
+    pid: int
+    leased_blocks: int
+    leased_bytes: int
+    private_blocks: int
+    private_bytes: int
+
+
+class ArenaPool(_core.Arena):
+    """The part of `CacheResidencyPool` that is about blocks. See the module."""
+
+    _deadline_ns = staticmethod(deadline_ns)
+
+    def _allocate_patiently(
+        self,
+        nbytes: int,
+        manager: int | None,
+        reservation: _core.CachePoolReservation | None,
+        until_ns: int,
+        refusal: Refusal,
+    ) -> _core.Block:
+        def attempt() -> _core.Block | None:
+            nonlocal refusal
+            answer = self._allocate_once(nbytes, manager, reservation)
+            if isinstance(answer, _core.Block):
+                return answer
+            refusal = answer
+            return None
+
+        block = patiently(self, attempt, until_ns, hopeless=nbytes > self.limits.host_bytes)
+        if block is None:
+            raise self._named(refusal)
+        return block
+
+    def _named(self, refusal: Refusal) -> Refusal:
+        """The refusal, with the names of those who hold the arena."""
+        if not isinstance(refusal, SegmentError.ArenaFull):
+            return refusal
+        holders = [(row.pid, row.leased_bytes + row.private_bytes) for row in self.holdings()]
+        holders.sort(key=lambda holder: -holder[1])
+        return SegmentError.ArenaFull(refusal.needed, tuple(holders))
+
+    def claim(self, key: Key, *, timeout: float | None = 0) -> _core.Lease | _core.Claim | None:
+        """Ask who makes the block of this key: a Lease when it is there, a Claim when you do.
+
+        While another live owner has the claim: waits up to `timeout` seconds, then None. The claim
+        passes on at once when its holder dies. It is a courtesy: publishing needs none.
+        """
+        until_ns = deadline_ns(timeout)
+        answer = self._claim_or_lease(key)
+        if answer is None:
+            return patiently(self, lambda: self._claim_or_lease(key), until_ns)
+        return answer
+
+    def _claim_or_lease(self, key: Key) -> _core.Lease | _core.Claim | None:
+        if (lease := self.lookup(key)) is not None:
+            return lease
+        claim = self._claim_once(key)
+        if claim is not None and (lease := self.lookup(key)) is not None:
+            claim.release()  # its maker was faster than our claim
+            return lease
+        return claim
+
+    # -- published blocks by key
+
+    def stat(self, key: Key) -> BlockStat | None:
+        """What is known of the block published under the key; counts as no use."""
+        found = self._stat(key)
+        return None if found is None else BlockStat(*found)
+
+    def invalidate(self, keys: Key | Keys) -> int:
+        """Withdraw blocks: from now on they are not found. Returns how many were there.
+
+        Who leases one reads on; its memory is free again after the last of them.
+        """
+        return self._for_keys(_core.OP_INVALIDATE, keys, False)
+
+    def protect(self, keys: Key | Keys) -> int:
+        """Keep blocks from being evicted; returns how many were there."""
+        return self._for_keys(_core.OP_PROTECT, keys, True)
+
+    def unprotect(self, keys: Key | Keys) -> int:
+        """Let blocks be evicted again; returns how many were there."""
+        return self._for_keys(_core.OP_PROTECT, keys, False)
+
+    def _for_keys(self, operation: int, keys: Key | Keys, flag: bool) -> int:
+        return sum(self._for_key(operation, key, flag) for key in _each(keys))
+
+    # -- room
+
+    def evict(self, nbytes: int) -> int:
+        """Evict what the policy would evict next until `nbytes` are freed; returns bytes freed."""
+        return self._evict(nbytes)
+
+    def keep_free(self) -> int:
+        """When less of the arena is free than the low watermark, evict up to the high one."""
+        geometry = self._geometry()
+        low, high = geometry["free_low_bytes"], geometry["free_high_bytes"]
+        free = geometry["arena_bytes"] - self._arena_used()
+        return self._evict(high - free) if free < low else 0
+
+    # -- reading
+
+    def arena_report(self) -> ArenaReport:
+        """What the arena holds, by state and by size of block; O(blocks)."""
+        totals, classes, _ = self._arena_numbers()
+        slab_bytes, slabs = self._slab_facts()
+        hits, misses, unseen, bad = self._counters()
+        totals["draining"] = bool(totals["draining"])
+        return ArenaReport(
+            arena_bytes=self._geometry()["arena_bytes"],
+            slab_bytes=slab_bytes,
+            slabs=slabs,
+            classes=tuple(ArenaClass(*row) for row in classes),
+            hits=hits,
+            misses=misses,
+            hits_unseen=unseen,
+            bad_checksums=bad,
+            **totals,
+        )
+
+    def holdings(self) -> tuple[ArenaHolding, ...]:
+        """What each owner leases or writes, of those that hold anything; O(blocks)."""
+        _, _, rows = self._arena_numbers()
+        pids = {slot: pid for slot, _, _, pid, *_ in self._owner_rows()}
+        return tuple(
+            ArenaHolding(slot, pids.get(slot, 0), *row) for slot, row in enumerate(rows) if any(row)
+        )
+
+    def _make_host_room(self, refusal: Any) -> bool:
+        """After a refused reservation: whether evicting gave the host axis what was missing."""
+        if (
+            not isinstance(refusal, CachePoolError.BudgetExceeded)
+            or refusal.resource is not CachePoolResource.HOST
+        ):
+            return False
+        missing = refusal.required - refusal.budget
+        return 0 < missing <= self._arena_used() and self._evict(missing) >= missing
+
+
+def _each(keys: Key | Keys) -> Iterable[Key]:
+    if isinstance(keys, np.ndarray):
+        return (keys,) if keys.ndim == 1 else list(keys)
+    if isinstance(keys, bytes | bytearray | memoryview):
+        return (keys,)
+    return keys
