@@ -1,4 +1,4 @@
-"""Sizes as people write them: `8GiB`, `512M`, `1_000_000`.
+"""Sizes as people write them: `8GiB`, `512M`, `1_000_000`; and numbers that are numbers.
 
 Contract: one letter (K M G T P E) or letter with `iB` is a power of 1024, letter with `B` a power
 of 1000, nothing or `B` is bytes; upper or lower case, with or without a space. A fraction
@@ -7,9 +7,10 @@ must come to whole bytes. `parse_size(format_size(n)) == n` whenever one decimal
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -63,3 +64,15 @@ class _Size(_IntParam):
 
 
 SIZE = _Size()
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers to which "nan" and "inf" do not belong."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail("not a finite number", param, ctx)
+        return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -15,15 +14,16 @@ from rich.console import Console
 from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import POOL_NAME
 from shmcache.cli.signals import signals_as_exceptions
+from shmcache.cli.sizes import FiniteRange
 from shmcache.workloads.stress import StressOptions, StressProgress, StressReport, run_stress
 
 
 @click.command(cls=Command)
 @click.option("--workers", type=click.IntRange(1, 64), default=4, show_default=True)
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True)
+@click.option("--seconds", type=FiniteRange(0, min_open=True), default=10.0, show_default=True)
 @click.option(
     "--kill-rate",
-    type=click.FloatRange(0, 1000),
+    type=FiniteRange(0, 1000),
     default=5.0,
     show_default=True,
     help="Workers killed with SIGKILL, and replaced, a second, at most.",
@@ -41,9 +41,6 @@ def stress(seed: int | None, name: str | None, no_supervisor: bool, **options: A
     Example:
       shmcache stress --workers 4 --seconds 10 --kill-rate 5
     """
-    for option in ("seconds", "kill_rate"):
-        if not math.isfinite(options[option]):
-            raise click.BadParameter("not a finite number", param_hint=f"--{option}")
     chosen = StressOptions(
         name=name or f"stress-{os.getpid()}",
         seed=random.SystemRandom().getrandbits(32) if seed is None else seed,

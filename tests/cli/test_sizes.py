@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmcache.bounds import U64_MAX
-from shmcache.cli.sizes import SIZE, format_size, parse_size
+from shmcache.cli.sizes import SIZE, FiniteRange, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -110,3 +110,11 @@ def test_as_an_option() -> None:
     refused = runner.invoke(_command, ["--host", "lots"])
     assert refused.exit_code == 2
     assert "'lots' is not a size" in refused.output
+
+
+def test_a_number_that_is_none_belongs_to_no_range() -> None:
+    finite = FiniteRange(0, min_open=True)
+    assert finite.convert("1.5", None, None) == 1.5
+    for text in ("nan", "inf", "-inf", "1e999", "0", "-1", "x"):
+        with pytest.raises(click.BadParameter):
+            finite.convert(text, None, None)
