@@ -285,6 +285,38 @@ static enum shmc_status use_named(struct shmc_handle *handle, uint64_t name)
     return status;
 }
 
+static void prefetch_links(const struct shmc_handle *handle, uint32_t next)
+{
+    if (next != 0 && next <= blocks_max(handle))
+        shmc_prefetch(&handle->blocks[next - 1].links);
+}
+
+/* Asks for what the use of a block that comes AHEAD entries later will read: first its own lines,
+ * then, once its links can be read, those of its neighbours. */
+#define AHEAD 16u
+
+static void foresee(const struct shmc_handle *handle, const struct shmc_ring *ring, uint64_t tail,
+                    uint64_t head)
+{
+    uint64_t mask = handle->header.ring_entries - 1;
+    if (tail + AHEAD < head) {
+        uint64_t block = SHMC_NAMED_BLOCK(shmc_load_relaxed(&ring->entries[(tail + AHEAD) & mask]));
+        if (block < blocks_max(handle)) {
+            shmc_prefetch(&handle->blocks[block]);
+            shmc_prefetch(&handle->blocks[block].links);
+        }
+    }
+    if (tail + AHEAD / 2 < head) {
+        uint64_t block =
+            SHMC_NAMED_BLOCK(shmc_load_relaxed(&ring->entries[(tail + AHEAD / 2) & mask]));
+        if (block < blocks_max(handle)) {
+            uint64_t links = shmc_load_relaxed(&handle->blocks[block].links);
+            prefetch_links(handle, SHMC_LOW(links));
+            prefetch_links(handle, SHMC_HIGH(links));
+        }
+    }
+}
+
 /* Tells the policy what one owner has read; at most budget entries, which it lowers. */
 static enum shmc_status drain(struct shmc_handle *handle, uint32_t slot, uint32_t *budget)
 {
@@ -295,6 +327,7 @@ static enum shmc_status drain(struct shmc_handle *handle, uint32_t slot, uint32_
     if (head - tail > entries)
         tail = head; /* damage, which may cost a hit and no more */
     for (; tail != head && *budget > 0; tail++, (*budget)--) {
+        foresee(handle, ring, tail, head);
         enum shmc_status status =
             use_named(handle, shmc_load_relaxed(&ring->entries[tail & (entries - 1)]));
         if (status != SHMC_OK)

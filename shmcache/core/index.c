@@ -14,9 +14,7 @@
 #include "atomics.h"
 #include "internal.h"
 
-#define BLOCK_BITS 24u
-#define ENTRY_USED 1ull
-#define TAG_SHIFT  (BLOCK_BITS + 1)
+#define CROWDED 6u /* of SHMC_BUCKET_ENTRIES */
 
 static uint64_t rotate(uint64_t value, uint32_t bits)
 {
@@ -43,14 +41,8 @@ struct shmc_key_hash shmc_index_hash(const struct shmc_handle *handle, const uin
     return (struct shmc_key_hash){
         .first = handle->index + scale(hash >> 32, buckets) * SHMC_BUCKET_ENTRIES,
         .second = handle->index + scale(hash & UINT32_MAX, buckets) * SHMC_BUCKET_ENTRIES,
-        .tag = mix(hash + 0x9e3779b97f4a7c15ull) >> TAG_SHIFT,
+        .tag = mix(hash + 0x9e3779b97f4a7c15ull) >> SHMC_TAG_SHIFT,
     };
-}
-
-bool shmc_index_matches(uint64_t word, uint64_t tag, uint64_t *block)
-{
-    *block = word >> 1 & ((1u << BLOCK_BITS) - 1);
-    return word >> TAG_SHIFT == tag && (word & ENTRY_USED) != 0;
 }
 
 /* With the lock held, the block named by an entry is the right one exactly when it is PUBLISHED
@@ -89,7 +81,7 @@ static uint32_t used_entries(const uint64_t *bucket, uint64_t **empty)
 {
     uint32_t used = 0;
     for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++) {
-        if ((bucket[i] & ENTRY_USED) != 0)
+        if ((bucket[i] & SHMC_ENTRY_USED) != 0)
             used++;
         else
             *empty = (uint64_t *)&bucket[i];
@@ -103,10 +95,11 @@ bool shmc_index_put(struct shmc_handle *handle, const uint64_t *key, uint64_t bl
     uint64_t *empty[2] = {NULL, NULL};
     uint32_t first = used_entries(hash.first, &empty[0]);
     uint32_t second = used_entries(hash.second, &empty[1]);
-    uint64_t *word = first <= second ? empty[0] : empty[1];
+    /* The first bucket unless it is crowded: most lookups then need no second one. */
+    uint64_t *word = first < CROWDED || first <= second ? empty[0] : empty[1];
     if (word == NULL)
         return false;
-    shmc_redo_put(handle, word, hash.tag << TAG_SHIFT | block << 1 | ENTRY_USED);
+    shmc_redo_put(handle, word, hash.tag << SHMC_TAG_SHIFT | block << 1 | SHMC_ENTRY_USED);
     return true;
 }
 

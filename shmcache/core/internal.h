@@ -69,6 +69,7 @@ struct shmc_handle {
     /* Leases of this process per block. A count and its bit change together, under leaf. */
     uint32_t *counts;
     uint32_t *verified; /* per block the low bits of the generation whose checksum was right */
+    uint64_t *row;      /* of pins, of its own slot; set by the join */
     uint32_t leaf;      /* process-local lock of counts, row and ring, see pins.c */
     uint64_t guard;     /* shmc_process_guard() at open */
     uint64_t device;
@@ -157,6 +158,11 @@ void shmc_wake_waiters(struct shmc_handle *handle);
 uint64_t shmc_pin_row_bytes(uint64_t blocks);
 uint64_t shmc_ring_bytes(const struct shmc_header *header);
 
+/* A block and its generation in one word, as rings and parents have it. */
+#define SHMC_BLOCK_NAME_MASK               0xffffffull
+#define SHMC_BLOCK_NAME(block, generation) ((generation) << 24 | (block))
+#define SHMC_NAMED_BLOCK(name)             ((name) & SHMC_BLOCK_NAME_MASK)
+
 /* index.c; find and put with the lock held */
 struct shmc_key_hash {
     uint64_t *first; /* its two buckets */
@@ -171,7 +177,17 @@ static inline bool shmc_same_key(const uint64_t *one, const uint64_t *other)
 }
 
 struct shmc_key_hash shmc_index_hash(const struct shmc_handle *handle, const uint64_t *key);
-bool shmc_index_matches(uint64_t word, uint64_t tag, uint64_t *block);
+
+/* An entry of the index: whether it is used, the block, the tag of its key. */
+#define SHMC_ENTRY_USED 1ull
+#define SHMC_TAG_SHIFT  25u
+
+static inline bool shmc_index_matches(uint64_t word, uint64_t tag, uint64_t *block)
+{
+    *block = word >> 1 & SHMC_BLOCK_NAME_MASK;
+    return word >> SHMC_TAG_SHIFT == tag && (word & SHMC_ENTRY_USED) != 0;
+}
+
 uint64_t *shmc_index_find(const struct shmc_handle *handle, const uint64_t *key, uint64_t *block);
 bool shmc_index_names(const struct shmc_handle *handle, uint64_t word, uint64_t block);
 bool shmc_index_put(struct shmc_handle *handle, const uint64_t *key, uint64_t block);
@@ -185,11 +201,6 @@ void shmc_pin(struct shmc_handle *handle, uint64_t block);
 bool shmc_unpin(struct shmc_handle *handle, uint64_t block);
 bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block);
 struct shmc_ring *shmc_ring_of(const struct shmc_handle *handle, uint32_t slot);
-
-/* A block and its generation in one word, as rings and parents have it. */
-#define SHMC_BLOCK_NAME_MASK               0xffffffull
-#define SHMC_BLOCK_NAME(block, generation) ((generation) << 24 | (block))
-#define SHMC_NAMED_BLOCK(name)             ((name) & SHMC_BLOCK_NAME_MASK)
 
 /* slabs.c; called with the lock held */
 uint64_t shmc_class_bytes(const struct shmc_handle *handle, uint64_t bytes);

@@ -2,6 +2,20 @@
 #
 # A view holds its block or lease, and that holds the pool: nothing is given back under a reader.
 
+cdef object _usual_dtype = None  # the last one that was found to be plain: programs use few
+
+
+cdef object _plain_dtype(object dtype):
+    """The dtype, if shared memory can hold its elements."""
+    global _usual_dtype
+    if not isinstance(dtype, _dtype_type):
+        dtype = _dtype_type(dtype)
+    if dtype.hasobject:
+        raise TypeError("shared memory holds no Python objects")
+    _usual_dtype = dtype
+    return dtype
+
+
 @cython.no_gc_clear
 cdef class Holding:
     """One or more blocks in the hands of this process, and how many views look at them.
@@ -121,10 +135,8 @@ cdef class Holding:
         return view
 
     cdef object _array(self, uint64_t index, object dtype, object shape):
-        if not isinstance(dtype, _dtype_type):
-            dtype = _dtype_type(dtype)
-        if dtype.hasobject:
-            raise TypeError("shared memory holds no Python objects")
+        if dtype is not _usual_dtype:
+            dtype = _plain_dtype(dtype)
         view = self._view(index)
         try:
             return _array_type(shape, dtype, view)
@@ -137,6 +149,7 @@ cdef class Holding:
 
 
 @cython.no_gc_clear
+@cython.freelist(16)
 cdef class View:
     """Keeps a holding, and lends its bytes to whoever asks by the buffer protocol."""
 
@@ -161,6 +174,7 @@ cdef class View:
 
 
 @cython.no_gc_clear
+@cython.freelist(16)
 cdef class Lease(Holding):
     """The right to read one published block, as long as this object or a view of it lives.
 

@@ -254,6 +254,7 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     shmc_redo_put(handle, &control->active[slot / 64],
                   control->active[slot / 64] | 1ull << slot % 64);
     shmc_redo_commit(handle);
+    handle->row = shmc_pin_row(handle, slot);
     handle->slot = slot;
     return SHMC_OK;
 }

@@ -67,10 +67,10 @@ void shmc_pin(struct shmc_handle *handle, uint64_t block)
 {
 #ifdef SHMC_MUTANT_NAIVE_COUNTS
     if (shmc_add32_seq_cst(&handle->counts[block], 1) == 0)
-        shmc_or_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], bit_of(block));
+        shmc_or_seq_cst(&handle->row[block / 64], bit_of(block));
 #else
     if (handle->counts[block]++ == 0)
-        shmc_or_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], bit_of(block));
+        shmc_or_seq_cst(&handle->row[block / 64], bit_of(block));
 #endif
 }
 
@@ -85,7 +85,7 @@ bool shmc_unpin(struct shmc_handle *handle, uint64_t block)
     if (--handle->counts[block] != 0)
         return false;
 #endif
-    shmc_and_seq_cst(&shmc_pin_row(handle, handle->slot)[block / 64], ~bit_of(block));
+    shmc_and_seq_cst(&handle->row[block / 64], ~bit_of(block));
     return true;
 }
 
@@ -121,39 +121,33 @@ static void count(struct shmc_handle *handle, enum shmc_counter counter, uint64_
     shmc_store_release(word, shmc_load_relaxed(word) + more);
 }
 
-/* False when the ring is full. */
-static bool push(struct shmc_handle *handle, const struct shmc_lease *lease)
+/* Appends the last of the leases first, as many as the ring has room for; returns how many are
+ * left. */
+static uint64_t push(struct shmc_handle *handle, const struct shmc_lease *leases, uint64_t left)
 {
     struct shmc_ring *ring = shmc_ring_of(handle, handle->slot);
     uint64_t entries = handle->header.ring_entries;
     uint64_t head = shmc_load_relaxed(&ring->head);
-    if (head - shmc_load_acquire(&ring->tail) >= entries)
-        return false;
-    ring->entries[head & (entries - 1)] = SHMC_BLOCK_NAME(lease->block, lease->generation);
-    shmc_store_release(&ring->head, head + 1);
-    return true;
+    uint64_t end = shmc_load_acquire(&ring->tail) + entries;
+    for (; left > 0 && head != end; left--, head++)
+        ring->entries[head & (entries - 1)] =
+            SHMC_BLOCK_NAME(leases[left - 1].block, leases[left - 1].generation);
+    shmc_store_release(&ring->head, head);
+    return left;
 }
 
 /* Tells the policy of the hits, the last one first, so that the start of a run is the youngest.
  * Called and left with the leaf lock held, which it leaves in between. */
 static void note_hits(struct shmc_handle *handle, const struct shmc_lease *leases, uint64_t found)
 {
-    uint64_t left = found;
-    bool drained = false;
     count(handle, SHMC_COUNTER_HITS, found);
-    while (left > 0) {
-        if (push(handle, &leases[left - 1])) {
-            left--;
-            drained = false;
-            continue;
-        }
-        if (drained)
-            break;
+    uint64_t left = push(handle, leases, found);
+    for (uint64_t before = 0; left != 0 && left != before; left = push(handle, leases, left)) {
         struct shmc_request request = {.operation = SHMC_OP_DRAIN};
+        before = left;
         shmc_leaf_leave(handle);
         shmc_perform(handle, &request, 0); /* when the lock is taken, the policy loses some hits */
         shmc_leaf_enter(handle);
-        drained = true;
     }
     if (left != 0)
         count(handle, SHMC_COUNTER_RING_LOST, left);
@@ -218,41 +212,45 @@ static bool lease_key(struct shmc_handle *handle, const struct shmc_key_hash *ha
     return false;
 }
 
-/* Asks for the lines that lease_key() will need, as soon as their addresses are known. */
-static void prefetch_candidates(const struct shmc_handle *handle, const struct shmc_key_hash *hash)
+/* The first entry of a bucket that has the tag, or 0; asks for the lines that leasing it needs. */
+static uint64_t foresee(const struct shmc_handle *handle, const uint64_t *bucket, uint64_t tag)
 {
-    const uint64_t *row = shmc_pin_row(handle, handle->slot);
-    for (uint32_t choice = 0; choice < 2; choice++) {
-        const uint64_t *bucket = choice == 0 ? hash->first : hash->second;
-        for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++) {
-            uint64_t block;
-            if (!shmc_index_matches(shmc_load_relaxed(&bucket[i]), hash->tag, &block) ||
-                block >= handle->header.geometry.blocks_max)
-                continue;
-            shmc_prefetch(&handle->blocks[block]);
-            shmc_prefetch(&row[block / 64]);
-            shmc_prefetch(&handle->counts[block]);
-        }
+    for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++) {
+        uint64_t block;
+        uint64_t word = shmc_load_acquire(&bucket[i]);
+        if (!shmc_index_matches(word, tag, &block) || block >= handle->header.geometry.blocks_max)
+            continue;
+        shmc_prefetch(&handle->blocks[block]);
+        shmc_prefetch(&handle->counts[block]);
+        shmc_prefetch(&handle->row[block / 64]);
+        return word;
     }
+    return 0;
 }
 
-/* Leases the first keys of a chunk; returns how many before the first that is absent. */
+/* Leases the first keys of a chunk; returns how many before the first that is absent. Memory is read
+ * in three passes, so that the misses of one key hide behind those of the others. */
 static uint64_t lease_chunk(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
                             struct shmc_lease *leases)
 {
     struct shmc_key_hash hashes[MATCH_CHUNK];
+    uint64_t words[MATCH_CHUNK] = {0};
     uint64_t found = 0;
     for (uint64_t i = 0; i < keys_count; i++) {
         hashes[i] = shmc_index_hash(handle, keys + i * SHMC_KEY_WORDS);
         shmc_prefetch(hashes[i].first);
-        shmc_prefetch(hashes[i].second);
     }
-    if (keys_count > 1)
-        for (uint64_t i = 0; i < keys_count; i++)
-            prefetch_candidates(handle, &hashes[i]);
-    while (found < keys_count &&
-           lease_key(handle, &hashes[found], keys + found * SHMC_KEY_WORDS, &leases[found]))
-        found++;
+    for (uint64_t i = 0; i < keys_count && keys_count > 1; i++) {
+        words[i] = foresee(handle, hashes[i].first, hashes[i].tag);
+        if (words[i] == 0)
+            shmc_prefetch(hashes[i].second);
+    }
+    for (; found < keys_count; found++) {
+        const uint64_t *key = keys + found * SHMC_KEY_WORDS;
+        if (!try_entry(handle, words[found], hashes[found].tag, key, &leases[found]) &&
+            !lease_key(handle, &hashes[found], key, &leases[found]))
+            break;
+    }
     return found;
 }
 

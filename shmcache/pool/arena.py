@@ -17,6 +17,7 @@ Cost        docs/performance.md.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -194,7 +195,7 @@ class ArenaPool(_core.Arena):
         until_ns = deadline_ns(timeout)
         answer = self._claim_or_lease(key)
         if answer is None:
-            return patiently(self, lambda: self._claim_or_lease(key), until_ns)
+            return patiently(self, partial(self._claim_or_lease, key), until_ns)
         return answer
 
     def _claim_or_lease(self, key: Key) -> _core.Lease | _core.Claim | None:
