@@ -466,6 +466,26 @@ cdef class Arena(Attachment):
             raise _error(self, status, &request)
         return report.used_bytes
 
+    def _prefault(self, uint64_t offset, uint64_t nbytes):
+        """Fill this process's page tables for a part of the arena."""
+        cdef bint done
+        cdef int error = 0
+        cdef uint32_t era
+        self._ready()
+        era = self._era
+        self._calls += 1
+        try:
+            with nogil:
+                done = shmc_prefault(self._handle, offset, nbytes)
+                if not done:
+                    error = errno
+            era = self._serve_signals()
+        finally:
+            if era == self._era:
+                self._calls -= 1
+        if not done:
+            raise SegmentError.HostError.of("madvise", OSError(error, ""))
+
     def _counters(self):
         """(hits, misses, hits the policy did not see, bad checksums) summed over all slots."""
         cdef uint32_t slot

@@ -135,6 +135,7 @@ cdef extern from "shmc.h" nogil:
         SHMC_FLAG_VERIFY_FIRST
         SHMC_FLAG_VERIFY_ALWAYS
         SHMC_FLAG_HUGE_THP
+        SHMC_FLAG_HUGETLB
 
     struct shmc_class:
         uint64_t block_bytes
@@ -270,6 +271,7 @@ cdef extern from "shmc.h" nogil:
     bint shmc_lease_again(shmc_handle *handle, const shmc_lease *lease)
     bint shmc_keep_views(shmc_handle *next, shmc_handle *previous)
     void shmc_forbid_view(shmc_handle *handle, const shmc_lease *lease)
+    bint shmc_prefault(const shmc_handle *handle, uint64_t offset, uint64_t bytes)
     const void *shmc_read_address(const shmc_handle *handle, const shmc_lease *lease)
     void *shmc_write_address(const shmc_handle *handle, const shmc_lease *lease)
     uint64_t shmc_read_counter(const shmc_handle *handle, uint32_t slot, shmc_counter counter)

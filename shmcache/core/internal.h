@@ -66,6 +66,7 @@ struct shmc_handle {
     uint8_t *write_base; /* of the arena; NULL for an observer */
     uint8_t *read_base;  /* the same bytes, not writable */
     uint64_t arena_bytes;
+    uint64_t arena_mapped; /* in whole pages */
     /* Leases of this process per block. A count and its bit change together, under leaf. */
     uint32_t *counts;
     uint32_t *verified; /* per block the low bits of the generation whose checksum was right */

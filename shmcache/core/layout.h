@@ -113,7 +113,8 @@ enum shmc_flag {
     SHMC_FLAG_VERIFY_FIRST = 1,  /* blocks have checksums; a process verifies at its first lease */
     SHMC_FLAG_VERIFY_ALWAYS = 2, /* ... at every lease */
     SHMC_FLAG_HUGE_THP = 4,      /* attached processes ask for transparent huge pages */
-    SHMC_FLAGS = 7,
+    SHMC_FLAG_HUGETLB = 8,       /* the file has huge pages: sizes are multiples of 2 MiB */
+    SHMC_FLAGS = 15,
 };
 
 /* What the creator chose; the part of the header that two openers compare. */

@@ -30,6 +30,11 @@
 
 #include "layout.h"
 
+#ifndef MADV_POPULATE_READ /* Linux 5.14; headers may be older */
+#define MADV_POPULATE_READ  22
+#define MADV_POPULATE_WRITE 23
+#endif
+
 #define PIDFS_MAGIC            0x50494446
 #define PATH_BYTES             64
 #define STAT_BYTES             1024
@@ -103,6 +108,16 @@ bool shmc_os_map_again(void *address, int fd, uint64_t offset, uint64_t bytes)
         return false;
     }
     return true;
+}
+
+void shmc_os_want_huge_pages(void *address, uint64_t bytes)
+{
+    madvise(address, bytes, MADV_HUGEPAGE);
+}
+
+bool shmc_os_populate(void *address, uint64_t bytes, bool writable)
+{
+    return madvise(address, bytes, writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) == 0;
 }
 
 void shmc_os_forbid(void *address, uint64_t bytes)

@@ -228,8 +228,8 @@ static uint64_t foresee(const struct shmc_handle *handle, const uint64_t *bucket
     return 0;
 }
 
-/* Leases the first keys of a chunk; returns how many before the first that is absent. Memory is read
- * in three passes, so that the misses of one key hide behind those of the others. */
+/* Leases the first keys of a chunk; returns how many before the first that is absent. Memory is
+ * read in three passes, so that the misses of one key hide behind those of the others. */
 static uint64_t lease_chunk(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
                             struct shmc_lease *leases)
 {

@@ -88,6 +88,11 @@ static void fill_arena_counts(struct shmc_header *header)
         arena && g->eviction_policy == SHMC_POLICY_ADAPTIVE ? (uint32_t)g->blocks_max : 0;
 }
 
+static uint64_t page_bytes(const struct shmc_geometry *g)
+{
+    return (g->flags & SHMC_FLAG_HUGETLB) != 0 ? SHMC_ARENA_ALIGN_BYTES : SHMC_PAGE_BYTES;
+}
+
 static void fill_layout(struct shmc_header *header)
 {
     const struct shmc_geometry *g = &header->geometry;
@@ -128,7 +133,7 @@ static void fill_layout(struct shmc_header *header)
         header->region_bytes[region] = bytes[region];
         offset += bytes[region];
     }
-    header->total_bytes = ALIGN_UP(offset, SHMC_PAGE_BYTES);
+    header->total_bytes = ALIGN_UP(offset, page_bytes(g));
 }
 
 uint64_t shmc_pin_row_bytes(uint64_t blocks)
@@ -229,7 +234,7 @@ enum shmc_status shmc_format(int fd, const struct shmc_geometry *geometry,
     header.owner_uid = host.uid;
     fill_layout(&header);
     header.checksum = header_checksum(&header);
-    uint64_t tables = header.region_offset[SHMC_REGION_ARENA];
+    uint64_t tables = ALIGN_UP(header.region_offset[SHMC_REGION_ARENA], page_bytes(geometry));
     uint8_t *base = shmc_os_map(fd, tables);
     if (base == NULL)
         return SHMC_SYSTEM;
@@ -407,8 +412,14 @@ static enum shmc_status map_arena(struct shmc_handle *handle)
     handle->counts = calloc(geometry->blocks_max, sizeof *handle->counts);
     if ((geometry->flags & SHMC_FLAG_VERIFY_FIRST) != 0)
         handle->verified = calloc(geometry->blocks_max, sizeof *handle->verified);
-    handle->write_base = shmc_os_map_at(handle->segment_fd, offset, handle->arena_bytes, true);
-    handle->read_base = shmc_os_map_at(handle->segment_fd, offset, handle->arena_bytes, false);
+    handle->arena_mapped = ALIGN_UP(handle->arena_bytes, page_bytes(geometry));
+    handle->write_base = shmc_os_map_at(handle->segment_fd, offset, handle->arena_mapped, true);
+    handle->read_base = shmc_os_map_at(handle->segment_fd, offset, handle->arena_mapped, false);
+    if ((geometry->flags & SHMC_FLAG_HUGE_THP) != 0 && handle->write_base != NULL &&
+        handle->read_base != NULL) {
+        shmc_os_want_huge_pages(handle->write_base, handle->arena_mapped);
+        shmc_os_want_huge_pages(handle->read_base, handle->arena_mapped);
+    }
     bool verified = (geometry->flags & SHMC_FLAG_VERIFY_FIRST) == 0 || handle->verified != NULL;
     return handle->counts != NULL && verified && handle->write_base != NULL &&
                    handle->read_base != NULL
@@ -421,9 +432,9 @@ static void unmap(struct shmc_handle *handle)
     if (handle->base != NULL)
         shmc_os_unmap(handle->base, handle->mapped_bytes);
     if (handle->write_base != NULL)
-        shmc_os_unmap(handle->write_base, handle->arena_bytes);
+        shmc_os_unmap(handle->write_base, handle->arena_mapped);
     if (handle->read_base != NULL)
-        shmc_os_unmap(handle->read_base, handle->arena_bytes);
+        shmc_os_unmap(handle->read_base, handle->arena_mapped);
 }
 
 static enum shmc_status map_tables(struct shmc_handle *handle)
@@ -434,7 +445,8 @@ static enum shmc_status map_tables(struct shmc_handle *handle)
     handle->scratch = calloc(owners + handle->header.geometry.blocks_max, sizeof *handle->scratch);
     if (handle->pidfds == NULL || handle->scratch == NULL)
         return SHMC_SYSTEM;
-    handle->mapped_bytes = handle->header.region_offset[SHMC_REGION_ARENA];
+    handle->mapped_bytes = ALIGN_UP(handle->header.region_offset[SHMC_REGION_ARENA],
+                                    page_bytes(&handle->header.geometry));
     handle->base = shmc_os_map(handle->segment_fd, handle->mapped_bytes);
     if (handle->base == NULL)
         return SHMC_SYSTEM;
@@ -503,11 +515,21 @@ bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous)
         return true;
     }
     /* The address is free: no mapping of the parent was inherited, no other was made yet. */
-    if (!shmc_os_map_again(previous->read_base, next->segment_fd, offset, next->arena_bytes))
+    if (!shmc_os_map_again(previous->read_base, next->segment_fd, offset, next->arena_mapped))
         return false;
     next->read_base = previous->read_base;
-    shmc_os_unmap(own, next->arena_bytes);
+    shmc_os_unmap(own, next->arena_mapped);
     return true;
+}
+
+bool shmc_prefault(const struct shmc_handle *handle, uint64_t offset, uint64_t bytes)
+{
+    if (!shmc_is_mine(handle) || handle->write_base == NULL || offset >= handle->arena_mapped)
+        return true;
+    uint64_t left = handle->arena_mapped - offset;
+    bytes = bytes < left ? bytes : left;
+    return shmc_os_populate(handle->write_base + offset, bytes, true) &&
+           shmc_os_populate(handle->read_base + offset, bytes, false);
 }
 
 void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease)

@@ -352,6 +352,9 @@ bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous);
 /* Makes the views of one block fault: they would show another's bytes. */
 void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease);
 
+/* Fills this process's page tables for a part of the arena; false and errno. */
+bool shmc_prefault(const struct shmc_handle *handle, uint64_t offset, uint64_t bytes);
+
 /* What people may ask of one published block; a hint where it does not come from the block. */
 struct shmc_block_stat {
     uint64_t bytes;

@@ -16,9 +16,10 @@ Cost        docs/performance.md.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shmcache._core import Key, Keys
 
 Refusal = CachePoolError | SegmentError
+_CHUNK_ALIGN = 2 << 20  # a huge page: madvise takes whole pages
 
 
 class PublishResult(NamedTuple):
@@ -195,7 +197,8 @@ class ArenaPool(_core.Arena):
         until_ns = deadline_ns(timeout)
         answer = self._claim_or_lease(key)
         if answer is None:
-            return patiently(self, partial(self._claim_or_lease, key), until_ns)
+            waited = patiently(self, partial(self._claim_or_lease, key), until_ns)
+            answer = cast("_core.Lease | _core.Claim | None", waited)  # mypy joins the two
         return answer
 
     def _claim_or_lease(self, key: Key) -> _core.Lease | _core.Claim | None:
@@ -242,8 +245,17 @@ class ArenaPool(_core.Arena):
         """When less of the arena is free than the low watermark, evict up to the high one."""
         geometry = self._geometry()
         low, high = geometry["free_low_bytes"], geometry["free_high_bytes"]
+        if low == 0:
+            return 0
         free = geometry["arena_bytes"] - self._arena_used()
         return self._evict(high - free) if free < low else 0
+
+    def prefault(self, *, chunk_bytes: int = 64 << 20) -> Prefault:
+        """Fill this process's page tables for the whole arena, in the background.
+
+        Later touches then cost no fault. Watch or await it by what is returned.
+        """
+        return Prefault(self, self._geometry()["arena_bytes"], chunk_bytes)
 
     # -- reading
 
@@ -282,6 +294,42 @@ class ArenaPool(_core.Arena):
             return False
         missing = refusal.required - refusal.budget
         return 0 < missing <= self._arena_used() and self._evict(missing) >= missing
+
+
+class Prefault:
+    """A thread that touches the arena in chunks; `done_bytes` of `total_bytes` are mapped."""
+
+    def __init__(self, pool: ArenaPool, total_bytes: int, chunk_bytes: int) -> None:
+        if chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self._chunk_bytes = -(-chunk_bytes // _CHUNK_ALIGN) * _CHUNK_ALIGN
+        self._stop = threading.Event()
+        self._error: SegmentError | None = None
+        self._thread = threading.Thread(
+            target=self._work, args=(pool,), name="shmcache-prefault", daemon=True
+        )
+        self._thread.start()
+
+    def _work(self, pool: ArenaPool) -> None:
+        try:
+            while self.done_bytes < self.total_bytes and not self._stop.is_set():
+                pool._prefault(self.done_bytes, self._chunk_bytes)
+                self.done_bytes = min(self.done_bytes + self._chunk_bytes, self.total_bytes)
+        except SegmentError as error:
+            self._error = error
+
+    def stop(self) -> None:
+        """End after the present chunk."""
+        self._stop.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end; whether it was reached. Raises what stopped it: Closed, HostError."""
+        self._thread.join(timeout)
+        if self._error is not None:
+            raise self._error
+        return not self._thread.is_alive()
 
 
 def _each(keys: Key | Keys) -> Iterable[Key]:

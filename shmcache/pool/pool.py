@@ -87,15 +87,18 @@ class CacheResidencyPool(ArenaPool):
         Options: arena_bytes (default host_bytes), blocks_max (one per 64 KiB), block_bytes_max
         (2 MiB), claims_max, eviction ("lru", "lfu", "adaptive"), verify ("never", "first",
         "always": checksums of blocks), hugepages ("none", "thp"), watermarks (parts of the arena
-        to keep free), owners_max, managers_max, reservations_max, mode (0o600; 0o660 admits the
+        to keep free), prefault (fill this process's page tables in the background), owners_max, managers_max, reservations_max, mode (0o600; 0o660 admits the
         file's group).
         Raises: SegmentError.Exists, NoSpace, HostError.
         """
+        prefault = options.pop("prefault", False)
         geometry = _geometry(limits, options)
         pool = cls.__new__(cls)
         try:
             with segment.created_segment(name, geometry) as fd:
                 pool._take(os.dup(fd), name)
+            if prefault:
+                pool.prefault()
             return pool
         except BaseException:
             pool._undo_create()
@@ -108,7 +111,7 @@ class CacheResidencyPool(ArenaPool):
 
         Raises: SegmentError.Refused("limits" or "geometry") when it exists with other sizes.
         """
-        geometry = _geometry(limits, options)
+        geometry = _geometry(limits, {k: v for k, v in options.items() if k != "prefault"})
         for tries_left in reversed(range(_OPEN_TRIES)):
             try:
                 pool = cls.attach(name)

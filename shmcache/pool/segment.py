@@ -48,13 +48,14 @@ from shmcache.pool.names import (
 )
 from shmcache.pool.values import CachePoolLimits
 
+HUGETLB_KNOB = "vm.nr_hugepages"
 _GATE_POLL_SECONDS = 0.005
 _BLOCK_BYTES = 64 << 10  # default room in the block table: one block per 64 KiB of arena
 _ARENA_ALIGN = 64
 
 EVICTION_POLICIES = ("lru", "lfu", "adaptive")  # in the order of the engine's enum
 VERIFY_FLAGS = {"never": 0, "first": _core.FLAG_VERIFY_FIRST, "always": _core.FLAG_VERIFY_ALWAYS}
-HUGEPAGE_FLAGS = {"none": 0, "thp": _core.FLAG_HUGE_THP}
+HUGEPAGE_FLAGS = {"none": 0, "thp": _core.FLAG_HUGE_THP, "hugetlb": _core.FLAG_HUGETLB}
 
 
 class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,13 +188,18 @@ def _open_shared(path: Path, *, flags: int, mode: int = 0o600) -> int:
 
 def open_anonymous(geometry: SegmentGeometry) -> int:
     """A descriptor of a new segment without a name, whose memory is allocated as it is touched."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if geometry.flags & _core.FLAG_HUGETLB:
+        flags |= os.MFD_HUGETLB | os.MFD_HUGE_2MB
     try:
-        fd = os.memfd_create("shmcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = os.memfd_create("shmcache", flags)
     except OSError as error:
         raise SegmentError.HostError.of("memfd_create", error) from error
     try:
         os.fchmod(fd, geometry.mode)
         os.ftruncate(fd, geometry.segment_bytes)
+        if geometry.flags & _core.FLAG_HUGETLB:
+            _allocate(fd, geometry.segment_bytes, HUGETLB_KNOB)  # a page less would be a SIGBUS
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         _core.format_segment(fd, geometry)
     except OSError as error:
@@ -296,11 +302,13 @@ def built_segment(name: str, geometry: SegmentGeometry) -> Iterator[tuple[Path, 
     needed = geometry.segment_bytes
     if needed == 0:
         raise SegmentError.Refused("geometry", "sizes within the limits of the engine", geometry)
+    if geometry.flags & _core.FLAG_HUGETLB:
+        raise SegmentError.Refused("geometry", "hugepages none or thp in a named pool", "hugetlb")
     require_room(needed, read_host_room(SHM_DIRECTORY))
     temporary, fd = _open_temporary(name, geometry.mode)
     try:
         os.fchmod(fd, geometry.mode)  # the umask may have taken bits away
-        _allocate(fd, needed)
+        _allocate(fd, needed, TMPFS_KNOB)
         _core.format_segment(fd, geometry)
         yield temporary, fd
     finally:
@@ -323,12 +331,12 @@ def _open_temporary(name: str, mode: int) -> tuple[Path, int]:
         os.close(fd)  # collected by somebody before its lock was taken
 
 
-def _allocate(fd: int, needed: int) -> None:
+def _allocate(fd: int, needed: int, knob: str) -> None:
     """Back every page now: a full tmpfs must say ENOSPC here, not SIGBUS later."""
     try:
         os.posix_fallocate(fd, 0, needed)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):  # somebody took the room meanwhile
             free_bytes = read_host_room(fd).tmpfs_free_bytes or 0
-            raise SegmentError.NoSpace(needed, free_bytes, TMPFS_KNOB) from error
+            raise SegmentError.NoSpace(needed, free_bytes, knob) from error
         raise SegmentError.HostError.of("posix_fallocate", error) from error

@@ -151,6 +151,7 @@ class Supervisor:
                     return False
             if self._pool._attach_seq() != self._seen_attach_seq:
                 self._watch_owners(epoll)
+            self._pool.keep_free()
         except CachePoolError.Poisoned:
             return self._poisoned(epoll)
         except SegmentError.Retired:
