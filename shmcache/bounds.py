@@ -32,6 +32,11 @@ BLOCKS_MAX_LIMIT: Final = (1 << 24) - 1
 BLOCK_BYTES_MAX_DEFAULT: Final = 2 << 20
 BLOCK_BYTES_LIMIT: Final = 1 << 40
 
+# What a pool can be made with, in the order of the engine's enums; the default is the last policy.
+EVICTION_POLICIES: Final = ("lru", "lfu", "adaptive")
+VERIFY_MODES: Final = ("never", "first", "always")
+HUGEPAGE_MODES: Final = ("none", "thp", "hugetlb")
+
 # Below this a pool has no arena: one page per block and its tables would cost more than they hold.
 ARENA_BYTES_MIN: Final = 64 << 10
 ARENA_BYTES_LIMIT: Final = 1 << 46

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shmcache.cli import listing, pools, stress, supervise
+from shmcache.cli import arena, listing, pools, stress, supervise
 from shmcache.cli.answers import Commands
 
 
@@ -30,6 +30,7 @@ for _command in (
     listing.list_,
     pools.report,
     pools.owners,
+    arena.arena,
     pools.verify,
     pools.reclaim,
     pools.destroy,

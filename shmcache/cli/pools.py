@@ -58,6 +58,28 @@ def _count(name: str, limit: int, default: int | None, what: str) -> _Decorator:
     "Reservations alive at once.",
 )
 @_count("--blocks-max", bounds.BLOCKS_MAX_LIMIT, None, "Blocks; default: one per 64 KiB of arena.")
+@click.option("--block-bytes-max", type=SIZE, help="The largest block; default: 2 MiB.")
+@click.option(
+    "--eviction",
+    type=click.Choice(bounds.EVICTION_POLICIES),
+    default="adaptive",
+    show_default=True,
+    help="Which block goes first when room is needed.",
+)
+@click.option(
+    "--verify",
+    type=click.Choice(bounds.VERIFY_MODES),
+    default="never",
+    show_default=True,
+    help="When a reader compares a block with the checksum of its writer.",
+)
+@click.option(
+    "--hugepages",
+    type=click.Choice(bounds.HUGEPAGE_MODES[:2]),
+    default="none",
+    show_default=True,
+    help="Whether to ask for transparent huge pages.",
+)
 @click.option(
     "--mode",
     type=click.Choice(["600", "660"]),

@@ -84,11 +84,12 @@ class CacheResidencyPool(ArenaPool):
     def create(cls, name: str, limits: CachePoolLimits, **options: Any) -> Self:
         """Make a pool and attach to it.
 
-        Options: arena_bytes (default host_bytes), blocks_max (one per 64 KiB), block_bytes_max
-        (2 MiB), claims_max, eviction ("lru", "lfu", "adaptive"), verify ("never", "first",
-        "always": checksums of blocks), hugepages ("none", "thp"), watermarks (parts of the arena
-        to keep free), prefault (fill this process's page tables in the background), owners_max, managers_max, reservations_max, mode (0o600; 0o660 admits the
-        file's group).
+        Options of the arena: arena_bytes (default host_bytes), blocks_max (one per 64 KiB),
+        block_bytes_max (2 MiB), claims_max, eviction ("lru", "lfu", "adaptive"), verify ("never",
+        "first", "always": checksums of blocks), hugepages ("none", "thp"; "hugetlb" of anonymous
+        pools), watermarks (parts of the arena to keep free), prefault (fill this process's page
+        tables in the background). Of the tables: owners_max, managers_max, reservations_max. mode
+        is 0o600, or 0o660 to admit the file's group.
         Raises: SegmentError.Exists, NoSpace, HostError.
         """
         prefault = options.pop("prefault", False)

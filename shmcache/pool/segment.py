@@ -53,9 +53,8 @@ _GATE_POLL_SECONDS = 0.005
 _BLOCK_BYTES = 64 << 10  # default room in the block table: one block per 64 KiB of arena
 _ARENA_ALIGN = 64
 
-EVICTION_POLICIES = ("lru", "lfu", "adaptive")  # in the order of the engine's enum
-VERIFY_FLAGS = {"never": 0, "first": _core.FLAG_VERIFY_FIRST, "always": _core.FLAG_VERIFY_ALWAYS}
-HUGEPAGE_FLAGS = {"none": 0, "thp": _core.FLAG_HUGE_THP, "hugetlb": _core.FLAG_HUGETLB}
+_VERIFY_FLAGS = (0, _core.FLAG_VERIFY_FIRST, _core.FLAG_VERIFY_ALWAYS)
+_HUGEPAGE_FLAGS = (0, _core.FLAG_HUGE_THP, _core.FLAG_HUGETLB)
 
 
 class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,7 +94,7 @@ class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def eviction(self) -> str:
         """Name of the policy that decides which block goes first."""
-        return EVICTION_POLICIES[self.eviction_policy]
+        return bounds.EVICTION_POLICIES[self.eviction_policy]
 
     @property
     def segment_bytes(self) -> int:
@@ -121,9 +120,9 @@ def geometry_for(
     `watermarks` are the parts of the arena of which a keeper (`Supervisor`, `pool.keep_free()`)
     makes the second free when less than the first is.
     """
-    policy = _number_of(eviction, "eviction", {n: i for i, n in enumerate(EVICTION_POLICIES)})
-    flags = _number_of(verify, "verify", VERIFY_FLAGS)
-    flags |= _number_of(hugepages, "hugepages", HUGEPAGE_FLAGS)
+    policy = _number_of(eviction, "eviction", bounds.EVICTION_POLICIES)
+    flags = _VERIFY_FLAGS[_number_of(verify, "verify", bounds.VERIFY_MODES)]
+    flags |= _HUGEPAGE_FLAGS[_number_of(hugepages, "hugepages", bounds.HUGEPAGE_MODES)]
     low, high = watermarks
     if not 0 <= low <= high < 1:
         raise ValueError(f"watermarks must be 0 <= low <= high < 1, unlike {watermarks}")
@@ -152,10 +151,10 @@ def geometry_for(
     )
 
 
-def _number_of(name: str, what: str, numbers: dict[str, int]) -> int:
-    if name not in numbers:
-        raise ValueError(f"{what} must be one of {', '.join(numbers)}, not {name!r}")
-    return numbers[name]
+def _number_of(name: str, what: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"{what} must be one of {', '.join(names)}, not {name!r}")
+    return names.index(name)
 
 
 # ---- opening -----------------------------------------------------------------------------------
