@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shmcache.cli import arena, listing, pools, stress, supervise
+from shmcache.cli import arena, listing, pools, replay, stress, supervise
 from shmcache.cli.answers import Commands
 
 

@@ -72,6 +72,7 @@ class FiniteRange(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
+        """The number, or a complaint."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail("not a finite number", param, ctx)

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from shmcache import SegmentError, SupervisorEventKind, segment_path
 from shmcache.cli.main import main
 from shmcache.errors import RefusedCheck
+from shmcache.workloads.replay_books import ReplayReport
 from shmcache.workloads.stress import StressReport
 from tests.pool.raw import Segment
 from tests.support import ROOT, Worker
@@ -57,6 +58,7 @@ def test_the_keys_of_every_answer_are_listed(pool_name: str) -> None:
         assert keys(document) == KEYS[command], command
     assert list(answer("report", pool_name)) == KEYS[None]
     assert [*StressReport.__struct_fields__, "ok"] == KEYS["stress"]
+    assert [*ReplayReport.__struct_fields__, "ok"] == KEYS["replay"]
     assert KEYS["supervise"] == ["event", "detail", "owners", *keys(found["reclaim"])[4:]]
     assert set(KEYS) == {*main.commands, None}
 

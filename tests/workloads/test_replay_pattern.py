@@ -11,7 +11,8 @@ import pytest
 from shmcache.workloads.replay_pattern import BlockPattern
 
 KEY, OTHER = sha256(b"one").digest(), sha256(b"other").digest()
-SIZES = (1, 7, 8, 31, 32, 33, 4096, 4099, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, (5 << 17) + 3)
+PIECE = 256 << 10
+SIZES = (1, 7, 8, 31, 32, 33, 4096, 4099, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3)
 
 
 def filled(pattern: BlockPattern, key: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -43,8 +44,8 @@ def test_every_single_byte_counts(size: int, rng: random.Random) -> None:
 
 def test_bytes_of_another_place_are_wrong() -> None:
     """Rows of 32, pages and pieces that are swapped or repeated."""
-    pattern = BlockPattern(3 << 18)
-    for unit in (8, 32, 64, 4096, 256 << 10):
+    pattern = BlockPattern(3 * PIECE)
+    for unit in (8, 32, 64, 4096, PIECE):
         block = filled(pattern, KEY)
         block[:unit] = block[unit : 2 * unit].copy()
         assert pattern.wrong_bytes(block, KEY) > unit // 2

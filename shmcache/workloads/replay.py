@@ -1,0 +1,359 @@
+"""Replays recorded requests against real worker processes that share one pool, or have one each.
+
+Why         What a shared pool is worth, and whether it keeps its promises, shows on real traffic,
+            served by processes that may be killed at any moment.
+Contract    Requests are handed out in order of arrival, each to a worker that is free; what a
+            worker does with one is in replay_worker.py. Without `speed` they follow each other as
+            fast as they are served and hold nothing afterwards; with it they arrive at timestamp /
+            speed, and hold their leases for 20 ms per output token / speed. With `private`, worker
+            i of n has a pool of its own, an n-th of the memory, and serves every n-th request.
+            A killed worker is replaced. The request that it had not answered is redone first, by
+            whoever is free, and counted once, with the hits of the first look: what the killed
+            worker had published for this very request is found again (G7), but saved nothing.
+            The run is `ok` when no byte that was read was wrong, no worker met an error, `verify`
+            finds nothing, and nothing but published blocks is charged in the end (G1, G5).
+Units       Rates are fractions of block references. The ideal rate is that of one worker with a
+            cache without limit.
+Death       However a run ends, its children end and, unless it is to be kept, its pools go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from shmcache import (
+    CachePoolLimits,
+    CachePoolResource,
+    CacheResidencyPool,
+    ContractError,
+    SegmentError,
+    bounds,
+)
+from shmcache.workloads.children import Counters
+from shmcache.workloads.replay_books import (
+    ReplayOptions,
+    ReplayProgress,
+    ReplayReport,
+    Tally,
+)
+from shmcache.workloads.replay_seat import PATIENCE_S, Seat
+from shmcache.workloads.replay_worker import (
+    BYTES_SERVED,
+    BYTES_STORED,
+    COUNTS,
+    FOUND_HITS,
+    FOUND_REQUEST,
+    WRONG_BYTES,
+    WorkerRequest,
+    WorkerSettings,
+)
+from shmcache.workloads.traces import TraceRequest
+
+PROGRESS_S: Final = 0.2
+
+_HOLD_S_PER_OUTPUT_TOKEN: Final = 0.020
+_AXES: Final = tuple(CachePoolResource)
+_LINE_BYTES, _PAGE_BYTES, _SLAB_BYTES = 64, 4096, 2 << 20  # of the arena, where blocks lie
+
+
+def run_replay(
+    requests: Iterable[TraceRequest],
+    options: ReplayOptions,
+    on_progress: Callable[[ReplayProgress], None] | None = None,
+) -> ReplayReport:
+    """Make the pools, replay, take everything away again, and report.
+
+    `on_progress` is called every 0.2 s; an exception that it, or `requests`, raises ends the run.
+    Errors: SegmentError.Exists when a pool has the name, NoSpace when it does not fit this host;
+    OSError when children cannot be started.
+    """
+    names = [options.name]
+    if options.private:
+        names = [f"{options.name}-{index}" for index in range(options.workers)]
+    with contextlib.ExitStack() as stack:
+        pools = []
+        for name in names:
+            _create(name, options, len(names))
+            if not options.keep:
+                stack.callback(_destroy, name)
+            pools.append(stack.enter_context(CacheResidencyPool.observe(name)))
+        counters = stack.enter_context(Counters(options.workers, COUNTS))
+        return _Replay(options, pools, names, counters, requests).run(
+            on_progress or (lambda _: None)
+        )
+
+
+def _create(name: str, options: ReplayOptions, shares: int) -> None:
+    """A pool with its part of the memory, laid out for blocks of the one size there is."""
+    settings: dict[str, Any] = {
+        "owners_max": 2 * options.workers + 2,
+        "block_bytes_max": options.block_bytes,
+    }
+    if options.eviction is not None:
+        settings["eviction"] = options.eviction
+    place = _PAGE_BYTES if options.block_bytes >= _PAGE_BYTES else _LINE_BYTES
+    place_bytes = -(-options.block_bytes // place) * place
+    if options.pool_blocks is not None:
+        blocks = max(options.pool_blocks // shares, 1)
+        settings["blocks_max"] = blocks
+        slab_bytes = max(_SLAB_BYTES, place_bytes)
+        full, rest = divmod(blocks, slab_bytes // place_bytes)
+        host_bytes = max(full * slab_bytes + rest * place_bytes, bounds.ARENA_BYTES_MIN)
+    else:
+        host_bytes = (options.pool_bytes or 0) // shares
+        settings["blocks_max"] = min(max(host_bytes // place_bytes, 1), bounds.BLOCKS_MAX_LIMIT)
+    limits = CachePoolLimits(1, host_bytes, 1, 0)
+    CacheResidencyPool.create(name, limits, **settings).close()
+
+
+def _destroy(name: str) -> None:
+    with contextlib.suppress(SegmentError.NotFound):  # somebody else removed it meanwhile
+        CacheResidencyPool.destroy(name, force=True)
+
+
+class _Replay:
+    """One run: its workers, the requests at large, the nemesis, and what is counted."""
+
+    def __init__(
+        self,
+        options: ReplayOptions,
+        pools: list[CacheResidencyPool],
+        names: list[str],
+        counters: Counters,
+        requests: Iterable[TraceRequest],
+    ) -> None:
+        self._options = options
+        self._pools, self._names = pools, names
+        self._counters = counters
+        self._rng = random.Random(options.seed)
+        self._tally = Tally(options.block_tokens)
+        self._arrivals = enumerate(requests)
+        self._ahead: deque[tuple[int, TraceRequest]] = deque()  # the next, and those to be redone
+        self._at_work: dict[int, TraceRequest] = {}
+        self._handed_out = self._kills = self._redone = self._last_row = 0
+        self._seats: list[Seat] = []
+        self._selector = selectors.DefaultSelector()
+        self._violations: list[str] = []
+
+    def run(self, on_progress: Callable[[ReplayProgress], None]) -> ReplayReport:
+        try:
+            for row in range(self._options.workers):
+                self._seats.append(self._seat(row))
+            self._start()
+            started = time.monotonic()
+            self._play(started, on_progress)
+            seconds = time.monotonic() - started
+            self._end()
+        finally:
+            self._kill_all()
+        return self._report(seconds)
+
+    # -- workers
+
+    def _seat(self, row: int) -> Seat:
+        seat = Seat(
+            WorkerSettings(
+                pool=self._names[row % len(self._names)],
+                block_bytes=self._options.block_bytes,
+                counters=self._counters.descriptor,
+                row=row,
+                rows=self._options.workers,
+            )
+        )
+        self._selector.register(seat.child.stdout, selectors.EVENT_READ, seat)
+        self._selector.register(seat.child.pidfd, selectors.EVENT_READ, seat)
+        return seat
+
+    def _start(self) -> None:
+        """Wait until all are attached: a replay is not about starting interpreters."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(seat.attached for seat in self._seats) and not self._violations:
+            if time.monotonic() > deadline:
+                self._violations.append(f"not all workers started within {PATIENCE_S:g} s")
+            self._listen(PROGRESS_S)
+
+    def _listen(self, wait_s: float) -> None:
+        """Take in what workers say, and notice their deaths."""
+        for seat in {key.data for key, _ in self._selector.select(max(wait_s, 0))}:
+            died = seat.child.died(0)  # looked at before the last answers are read
+            for answer in seat.answers():
+                self._tally.count(self._at_work.pop(answer.number), answer)
+            if died:
+                self._bury(seat)
+
+    def _bury(self, seat: Seat) -> None:
+        """Replace a killed worker; a worker that ends by itself has something to say."""
+        self._selector.unregister(seat.child.stdout)
+        self._selector.unregister(seat.child.pidfd)
+        words = seat.child.last_words()
+        code = seat.child.reap()
+        if not seat.killed:
+            self._violations.append(f"worker {seat.child.pid} ended with {code}: {words}")
+            return
+        if seat.request is not None:
+            number = seat.request.number
+            counts = self._counters.row(seat.settings.row)
+            if counts[FOUND_REQUEST] == number + 1:
+                self._tally.cut_short(number, counts[FOUND_HITS])
+            self._redone += 1
+            self._ahead.appendleft((number, self._at_work.pop(number)))
+        self._seats[seat.settings.row] = self._seat(seat.settings.row)
+
+    def _kill_one(self) -> None:
+        """One that works, else one that could: killing in the cradle would stop the replay."""
+        busy = [seat for seat in self._seats if seat.attached and seat.request]
+        attached = busy or [seat for seat in self._seats if seat.attached]
+        if attached:
+            self._kills += 1
+            self._rng.choice(attached).kill()
+
+    def _kill_all(self) -> None:
+        for seat in self._seats:
+            seat.child.kill()
+        for seat in self._seats:
+            seat.child.reap()
+        self._selector.close()
+
+    # -- the play
+
+    def _play(self, started: float, on_progress: Callable[[ReplayProgress], None]) -> None:
+        now = next_progress = started
+        next_kill = started + self._pause()
+        while not self._violations:
+            next_request = self._hand_out(started, now)
+            if not (self._ahead or self._at_work):
+                return
+            self._listen(min(next_request, next_kill, next_progress) - time.monotonic())
+            now = time.monotonic()
+            if now >= next_kill:
+                next_kill = now + self._pause()
+                self._kill_one()
+            if now >= next_progress:
+                next_progress = now + PROGRESS_S
+                on_progress(self._progress(now - started))
+
+    def _pause(self) -> float:
+        every_s = self._options.kill_every_s
+        return every_s * self._rng.uniform(0.5, 1.5) if every_s else math.inf
+
+    def _hand_out(self, started: float, now: float) -> float:
+        """Give what is due to who is free; when the next is due, if that is all it waits for."""
+        while True:
+            if not self._ahead:
+                self._ahead.extend(itertools.islice(self._arrivals, 1))
+            if not self._ahead:
+                return math.inf
+            number, request = self._ahead[0]
+            due = started + self._scaled(request.timestamp_ms / 1000)
+            seat = self._free_seat(number)
+            if seat is None:
+                return math.inf
+            if due > now:
+                return due
+            self._ahead.popleft()
+            self._give(seat, number, request)
+
+    def _free_seat(self, number: int) -> Seat | None:
+        """Whoever has been free for longest: work goes round."""
+        count = len(self._seats)
+        rows = [number % count]
+        if not self._options.private:
+            rows = [(self._last_row + 1 + step) % count for step in range(count)]
+        return next((self._seats[row] for row in rows if self._seats[row].free), None)
+
+    def _give(self, seat: Seat, number: int, request: TraceRequest) -> None:
+        if number == self._handed_out:  # not one that is redone
+            self._handed_out += 1
+            self._tally.arrive(request)
+        self._at_work[number] = request
+        self._last_row = seat.settings.row
+        hold_s = self._scaled(request.output_tokens * _HOLD_S_PER_OUTPUT_TOKEN)
+        seat.give(WorkerRequest(number, request.block_ids, hold_s))
+        if self._handed_out == self._options.kill_after and not self._kills:
+            self._kills += 1
+            seat.kill()
+
+    def _scaled(self, seconds: float) -> float:
+        return seconds / self._options.speed if self._options.speed else 0.0
+
+    # -- the end
+
+    def _end(self) -> None:
+        """Let all leave in order; a worker that has something to say is heard."""
+        if self._violations:
+            return  # they are killed
+        for seat in self._seats:
+            seat.child.dismiss()
+        for seat in self._seats:
+            if not seat.child.died(PATIENCE_S):
+                self._violations.append(f"worker {seat.child.pid} did not leave")
+                continue
+            words = seat.child.last_words()
+            if (code := seat.child.reap()) and not seat.killed:
+                self._violations.append(f"worker {seat.child.pid} ended with {code}: {words}")
+
+    def _left(self) -> tuple[int | None, int | None]:
+        """(bytes that are charged or leased but published by nobody, evictions) of all pools."""
+        leaked = evictions = 0
+        try:
+            for pool in self._pools:
+                pool.sweep()
+                report, arena = pool.report(), pool.arena_report()
+                leaked += sum(getattr(report, f"current_{axis.value}_bytes") for axis in _AXES)
+                leaked += arena.leased_bytes - arena.published_bytes - arena.doomed_bytes
+                evictions += arena.evicted
+                if pool.owners():
+                    self._violations.append(f"{len(pool.owners())} owners are left")
+                self._violations += [
+                    f"{problem.kind} (index {problem.index}, expected {problem.expected}, "
+                    f"found {problem.actual})"
+                    for problem in pool.verify().problems
+                ]
+        except ContractError as error:
+            self._violations.append(f"the observer met {type(error).__qualname__}: {error}")
+            return None, None
+        return leaked, evictions
+
+    # -- what is said
+
+    def _progress(self, elapsed_s: float) -> ReplayProgress:
+        return ReplayProgress(
+            elapsed_s=elapsed_s,
+            requests=self._tally.requests,
+            block_references=self._tally.references,
+            block_hits=self._tally.hits,
+            kills=self._kills,
+        )
+
+    def _report(self, seconds: float) -> ReplayReport:
+        tally, counts = self._tally, self._counters.totals()
+        leaked, evictions = self._left()
+        return ReplayReport(
+            requests=tally.requests,
+            block_references=tally.references,
+            block_hits=tally.hits,
+            block_hit_rate=tally.rate(tally.hits),
+            ideal_hit_rate=tally.rate(tally.ideal_hits),
+            input_tokens=tally.tokens,
+            tokens_saved=tally.tokens_saved,
+            evictions=evictions,
+            kills=self._kills,
+            redone=self._redone,
+            leaked_bytes=leaked,
+            wrong_bytes=counts[WRONG_BYTES],
+            bytes_stored=counts[BYTES_STORED],
+            bytes_served=counts[BYTES_SERVED],
+            blocks_left_out=tally.left_out,
+            seconds=round(seconds, 3),
+            workers=self._options.workers,
+            seed=self._options.seed,
+            violations=tuple(dict.fromkeys(self._violations)),
+        )
