@@ -16,6 +16,7 @@ from shmcache.errors.persistence import (
 from shmcache.errors.policy import CachePolicyError, LayerScheduleError
 from shmcache.errors.pool import CachePoolError
 from shmcache.errors.prompt import PromptCacheError
+from shmcache.errors.residency import CacheResidencyConfigurationError, CacheResidencyError
 from shmcache.errors.segment import RefusedCheck, SegmentError
 from shmcache.errors.storage import CacheStorageError
 from shmcache.errors.trace import TraceError
@@ -26,6 +27,8 @@ __all__ = [
     "CacheLifecycleError",
     "CachePolicyError",
     "CachePoolError",
+    "CacheResidencyConfigurationError",
+    "CacheResidencyError",
     "CacheStorageError",
     "ContractError",
     "LayerScheduleError",

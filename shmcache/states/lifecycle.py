@@ -265,6 +265,16 @@ class CacheBlockLifecycle:
         recent = _recent(counted, recent_per_layer)
         return {layer: len(recent[layer]) for layer in sorted(recent)}
 
+    def eviction_order(self, id: CacheBlockId, policy: CacheEvictionPolicy) -> tuple[int, int]:
+        """What `policy` compares blocks by, the smallest going first; only `acquire` changes it.
+
+        Why: a session with many blocks keeps them sorted, by the same order as here.
+
+        Errors: MissingBlock.
+        """
+        order: tuple[int, int] = _ORDERS[policy](self._record(id))
+        return order
+
     # Inside ---------------------------------------------------------------------------------------
 
     def _record(self, id: CacheBlockId) -> _Record:

@@ -1,0 +1,174 @@
+"""What a session holds on each axis, kept as sums so that nobody counts all blocks again.
+
+Why: usage is published after every change. Each block remembers what it last added; a change
+subtracts that and adds what is true now. What outlives its block (writes, copies of an older
+generation) is few and summed when asked.
+
+Contract: the sums are those of contract/residency.md B1. Host memory is counted by allocation,
+once, however many copies lie in it.
+
+Concurrency: the session's lock guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shmcache.policy.identity import CacheBlockId, CacheTier
+from shmcache.pool.values import CachePoolUsage
+from shmcache.session.backend import HostAllocation
+from shmcache.session.records import (
+    BlockRecord,
+    Contribution,
+    RetiringDemotion,
+    RetiringRead,
+    WriteReservation,
+)
+from shmcache.states.storage import CacheIoOperationKey, CacheStoragePhase
+
+_P = CacheStoragePhase
+
+
+class Sums(NamedTuple):
+    """The session at one instant.
+
+    `host` is measured against its budget, `host_charge` is published. `imported`: bytes that rest
+    in files of prompt caches, which are nobody's charge.
+    """
+
+    device: int
+    host: int
+    host_charge: int
+    write: int
+    demotion: int
+    disk: int
+    imported: int
+
+    def usage(self) -> CachePoolUsage:
+        """What the pool is told."""
+        return CachePoolUsage(self.device, self.host_charge, self.write + self.demotion, self.disk)
+
+
+class Ledger:
+    """The books of one session (see the module)."""
+
+    def __init__(self) -> None:
+        self.writes: dict[CacheIoOperationKey, WriteReservation] = {}
+        self.retiring_demotions: dict[int, RetiringDemotion] = {}
+        self.retiring_reads: dict[int, RetiringRead] = {}
+        self._next_read = 0
+        self._tails: dict[int, int] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all blocks, to count them anew."""
+        self._device = sum(self._tails.values())
+        self._bound = self._demotion = self._disk = self._imported = 0
+        self._host = self._host_charge = 0
+        self._allocations: dict[HostAllocation, int] = {}
+
+    def set_tail(self, layer: int, nbytes: int) -> None:
+        """A layer's tail now has `nbytes`."""
+        self._device += nbytes - self._tails.get(layer, 0)
+        self._tails[layer] = nbytes
+
+    def count(self, record: BlockRecord) -> None:
+        """The block's storage has changed."""
+        self._replace(record, contribution(record))
+
+    def forget(self, record: BlockRecord) -> None:
+        """The block is gone."""
+        self._replace(record, Contribution())
+
+    def has(self, allocation: HostAllocation) -> bool:
+        """Whether a copy in this allocation is counted."""
+        return allocation in self._allocations
+
+    @staticmethod
+    def has_own_file(record: BlockRecord | None) -> bool:
+        """Whether the block rests on a file of this session, not on one of a prompt cache."""
+        backing = None if record is None else record.storage.backing
+        return backing is not None and not backing.persistent
+
+    @staticmethod
+    def is_pending(operation_id: int, record: BlockRecord | None) -> bool:
+        """Whether a copy to the host is still the block's own, which then counts it."""
+        operation = None if record is None else record.storage.host_demotion
+        return operation is not None and operation.operation_id == operation_id
+
+    def retire_read(self, read: RetiringRead) -> int:
+        """Keep it charged; the number under which it can be dropped."""
+        self._next_read += 1
+        self.retiring_reads[self._next_read] = read
+        return self._next_read
+
+    def sums(self, records: Mapping[CacheBlockId, BlockRecord]) -> Sums:
+        """All of it, with what outlives its block."""
+        device, demotion, disk = self._device, self._demotion, self._disk
+        host, charge = self._host + self._bound, self._host_charge + self._bound
+        write = 0
+        for reservation in self.writes.values():
+            write += reservation.transfer_bytes
+            if not self.has_own_file(records.get(reservation.key.id)):
+                disk += reservation.logical_bytes
+            if reservation.allocation not in self._allocations:
+                host += reservation.allocation.capacity_bytes
+                charge += reservation.allocation.charge_bytes
+        for number, retiring in self.retiring_demotions.items():
+            if not self.is_pending(number, records.get(retiring.operation.block_id)):
+                device += retiring.device_bytes
+                host += retiring.bound
+                charge += retiring.bound
+                demotion += retiring.bound
+        for read in self.retiring_reads.values():
+            host += read.bound
+            charge += read.bound
+        return Sums(device, host, charge, write, demotion, disk, self._imported)
+
+    def _replace(self, record: BlockRecord, now: Contribution) -> None:
+        before, record.counted = record.counted, now
+        self._device += now.device - before.device
+        self._bound += now.bound - before.bound
+        self._demotion += now.demotion - before.demotion
+        self._disk += now.disk - before.disk
+        self._imported += now.imported - before.imported
+        if now.allocation is not before.allocation:
+            self._move(now.allocation, 1)
+            self._move(before.allocation, -1)
+
+    def _move(self, allocation: HostAllocation | None, step: int) -> None:
+        """One copy more, or less, lies in the allocation; the first and the last one count."""
+        if allocation is None:
+            return
+        copies = self._allocations.get(allocation, 0)
+        self._allocations[allocation] = copies + step
+        if not copies + step:
+            del self._allocations[allocation]
+        if not copies or not copies + step:
+            self._host += step * allocation.capacity_bytes
+            self._host_charge += step * allocation.charge_bytes
+
+
+def contribution(record: BlockRecord) -> Contribution:
+    """What a block adds, by its phase."""
+    storage = record.storage
+    phase = storage.phase
+    device = bound = demotion = 0
+    if phase in (_P.DEVICE, _P.DEMOTING_TO_HOST):
+        device = record.logical_bytes
+    if phase in (_P.DEMOTING_TO_HOST, _P.DISK_READING):
+        bound = record.bound
+    if phase is _P.DEMOTING_TO_HOST:
+        demotion = record.bound
+    host = storage.host_resource
+    own_file = Ledger.has_own_file(record)
+    imported = phase.tier is CacheTier.DISK and not own_file
+    return Contribution(
+        device=device,
+        bound=bound,
+        demotion=demotion,
+        disk=record.logical_bytes if own_file else 0,
+        imported=record.logical_bytes if imported else 0,
+        allocation=None if host is None else host.allocation,
+    )

@@ -1,0 +1,139 @@
+"""The parts of one session, put together, and its life from the first handle to the last."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from shmcache.errors import CacheResidencyError
+from shmcache.policy.identity import CacheBlockId, CacheTier
+from shmcache.policy.prompt_identity import PromptCacheModelIdentity
+from shmcache.pool.pool import CacheResidencyPool
+from shmcache.session.backend import CacheBackend, HostMemory
+from shmcache.session.balance import Balance
+from shmcache.session.core import SessionCore
+from shmcache.session.demotions import Demotions
+from shmcache.session.disk import DiskTier, Leaving, remove_files
+from shmcache.session.generations import Generations, Retiring
+from shmcache.session.options import PagedCacheOptions
+from shmcache.session.reading import Reader
+from shmcache.session.records import BlockFile
+from shmcache.session.scans import Scans
+from shmcache.session.shrinking import Shrinking
+from shmcache.session.tails import Tails
+from shmcache.states.storage import CacheStoragePhase
+
+
+class SessionParts:
+    """See the module. `own` is a pool made for this session, to be closed with it."""
+
+    def __init__(
+        self,
+        pool: CacheResidencyPool,
+        model: PromptCacheModelIdentity,
+        options: PagedCacheOptions,
+        backend: CacheBackend[Any],
+        memory: HostMemory,
+        session_id: int | None,
+        own: CacheResidencyPool | None,
+    ) -> None:
+        core = self.core = SessionCore(pool, model, options, backend, memory, session_id)
+        self.demotions = Demotions(core)
+        self.disk = DiskTier(core)
+        self.balance = Balance(core, self.demotions, self.disk)
+        self.reader = Reader(core, self.demotions, self.disk, self.balance)
+        self.scans = Scans(core, self.reader)
+        self.generations = Generations(core, self.demotions, self.disk)
+        self.shrinking = Shrinking(core, self.generations, self.reader)
+        self.tails = Tails(core, self.balance, self.shrinking)
+        self.moves = Moves(core, self.demotions, self.disk)
+        self._own = own
+        self._handles = 0
+
+    def add_handle(self) -> None:
+        """One more user; of a session that is not closed."""
+        self._handles += 1
+
+    def close_handle(self) -> None:
+        """One user less, explicitly. Errors: Io, after everything was done."""
+        with self.core.order:
+            with self.core.lock:
+                self._handles -= 1
+                if self._handles or self.core.closed:
+                    return
+                retiring, files = self._mark_closed()
+            try:
+                with contextlib.suppress(CacheResidencyError):  # of work that nobody wants
+                    self.generations.retire(retiring)
+                self.disk.stop()
+            finally:
+                try:
+                    remove_files(files)
+                finally:
+                    self._leave()
+
+    def drop_handle(self) -> None:
+        """The same from a finalizer: nothing is waited for."""
+        self.core.lock.later(self._drop)
+
+    def _drop(self) -> None:
+        self._handles -= 1
+        if self._handles or self.core.closed:
+            return
+        _, files = self._mark_closed()
+        with contextlib.suppress(CacheResidencyError):
+            remove_files(files)
+        self.disk.stop_soon()
+        self._leave()
+
+    def _mark_closed(self) -> tuple[Retiring, list[BlockFile]]:
+        """With the lock held: nothing more is begun, written files are deleted by their writer."""
+        core = self.core
+        retiring = self.generations.advance()
+        core.closed = True
+        files = [record.storage.backing for record in core.records.values()]
+        return retiring, [file for file in files if file is not None]
+
+    def _leave(self) -> None:
+        self.core.end()
+        if self._own is not None:
+            self._own.close()
+
+
+class Moves:
+    """What a user may move by hand, and wait for."""
+
+    def __init__(self, core: SessionCore, demotions: Demotions, disk: DiskTier) -> None:
+        self._core = core
+        self._demotions = demotions
+        self._disk = disk
+
+    def demote(self, id: CacheBlockId) -> None:
+        """One tier down (`CacheSession.demote`)."""
+        core, operation = self._core, None
+        with core.lock:
+            core.check_open()
+            core.check_removable(id)
+            storage = core.records[id].storage
+            on_device = storage.tier is CacheTier.DEVICE
+            if storage.host_demotion is not None:
+                operation = storage.host_demotion
+            elif storage.phase is CacheStoragePhase.DEVICE and storage.backing is not None:
+                core.release_device_to_disk(core.records[id])
+            elif on_device:
+                operation = self._demotions.begin(id)
+        if operation is not None:
+            self._demotions.finish(operation)
+        elif not on_device:
+            gone = self._disk.leave_host(id)
+            if not isinstance(gone, Leaving):
+                self._disk.wait_write(gone)
+
+    def flush(self) -> None:
+        """Wait for every write (`CacheSession.flush`)."""
+        while True:
+            with self._core.lock:
+                ticket = self._disk.pending_write()
+            if ticket is None:
+                return
+            self._disk.wait_write(ticket)

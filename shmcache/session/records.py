@@ -1,0 +1,123 @@
+"""What a session keeps about a block and about operations that outlive their block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from shmcache.io import CacheIoTicket
+from shmcache.policy.identity import CacheBlockId
+from shmcache.session.backend import BlockSpec, HostAllocation, HostCopy, HostCopyOperation
+from shmcache.states.storage import CacheBlockStorage, CacheIoOperationKey
+
+
+class ArrayPlace(NamedTuple):
+    """Where one array lies in the payload of a file."""
+
+    start: int
+    stop: int
+
+
+class BlockFile(NamedTuple):
+    """A block as a file, and what every byte of it must be.
+
+    Units: `payload_start` is the size of the header; `places` count from there, ascending.
+    Contract: a persistent file belongs to a prompt cache: it is not charged and not deleted.
+    """
+
+    path: Path
+    payload_start: int
+    places: tuple[ArrayPlace, ...]
+    file_bytes: int
+    sha256: bytes
+    persistent: bool = False
+
+
+Ticket: TypeAlias = "CacheIoTicket[HostCopy | BlockFile]"
+
+
+class PendingIo(NamedTuple):
+    """A read or write in the hands of the disk worker (`CacheIoOperation`)."""
+
+    key: CacheIoOperationKey
+    ticket: Ticket
+
+
+Storage: TypeAlias = (
+    "CacheBlockStorage[tuple[Any, ...], HostCopy, BlockFile, HostCopyOperation, PendingIo]"
+)
+
+
+class Contribution(NamedTuple):
+    """What one block adds to the session's sums; see ledger.py."""
+
+    device: int = 0
+    bound: int = 0
+    demotion: int = 0
+    disk: int = 0
+    imported: int = 0
+    allocation: HostAllocation | None = None
+
+
+class BlockRecord:
+    """One sealed block. `bound`: host bytes reserved by the pending demotion or read."""
+
+    __slots__ = ("bound", "counted", "id", "imported", "logical_bytes", "spec", "storage")
+
+    def __init__(
+        self, id: CacheBlockId, spec: BlockSpec, storage: Storage, *, imported: bool = False
+    ) -> None:
+        self.id = id
+        self.spec = spec
+        self.logical_bytes = spec.logical_bytes
+        self.storage = storage
+        self.imported = imported
+        self.bound = 0
+        self.counted = Contribution()
+
+
+class WriteReservation(NamedTuple):
+    """A write whose buffers exist, whatever has become of its block."""
+
+    key: CacheIoOperationKey
+    logical_bytes: int
+    allocation: HostAllocation
+    transfer_bytes: int
+    ticket: Ticket
+
+
+class RetiringDemotion(NamedTuple):
+    """A copy to the host that an older generation began; it holds both memories until it ends."""
+
+    operation: HostCopyOperation
+    device_bytes: int
+    bound: int
+
+
+class RetiringRead(NamedTuple):
+    """A read that was cancelled; it holds its buffers until the worker has dropped it."""
+
+    ticket: Ticket
+    layer: int
+    bound: int
+
+
+class Tail:
+    """The unsealed end of one layer: a device buffer of a whole block, filled from the front.
+
+    Why a whole block: a token is then copied once and sealing copies nothing. What is published is
+    what is filled. A tail is replaced, never changed; buffers are shared by the tails of one block.
+    """
+
+    __slots__ = ("arrays", "spec", "start", "tokens")
+
+    def __init__(self, start: int, tokens: int, spec: BlockSpec, arrays: tuple[Any, ...]) -> None:
+        self.start = start
+        self.tokens = tokens
+        self.spec = spec
+        self.arrays = arrays
+
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.start + self.tokens

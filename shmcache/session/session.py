@@ -1,0 +1,325 @@
+"""CacheSession: one live model cache in one worker, within the budgets of its options and pool.
+
+Why         A cache outgrows its device. Sealed blocks move to host memory and to files and come
+            back when attention asks for them; what each tier holds is admitted before it is there.
+Contract    The behaviour is contract/residency.md part B. A session is a manager of the pool; its
+            id is the manager's. A handle is one user of it: `share` makes another, and the session
+            ends with the last handle.
+Shapes      [batch, heads, tokens, width]; [batch, tokens, width] for a latent. Any batch size, the
+            same for all blocks of a layer.
+Concurrency Every method may be called from any thread. Growth and shrinking wait for each other;
+            leases do not wait for them and may be cancelled by them.
+Death       Files of a killed worker stay until a sweep finds them by its name; its charges are
+            released with its owner slot. A forked child's copy raises RuntimeError.
+Errors      `CacheResidencyError`; `SegmentError` of the pool; ValueError for a closed session.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self, SupportsIndex
+
+from shmcache.bounds import i64, instance, u64, usize
+from shmcache.errors import CacheResidencyError
+from shmcache.policy.identity import CacheBlockId, CacheTier
+from shmcache.policy.prompt_identity import PromptCacheModelIdentity
+from shmcache.pool.pool import CacheResidencyPool
+from shmcache.pool.values import CachePoolUsage
+from shmcache.session.backend import CacheBackend, HostMemory
+from shmcache.session.gauges import snapshot
+from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
+from shmcache.session.options import LiveCacheDiskPolicyEnabled, PagedCacheOptions
+from shmcache.session.parts import SessionParts
+from shmcache.session.reading import CacheBlockLease
+from shmcache.session.scans import CachePiece
+from shmcache.states.storage import CacheStoragePhase
+from shmcache.telemetry import CacheResidencyReport
+
+
+class CacheSession:
+    """A handle on one live cache (see the module).
+
+    `pool` is the one to join; None takes that of the options, or makes one for this session alone.
+    `backend` is the engine's memory, numpy's by default; `memory` says where host copies lie.
+    """
+
+    def __init__(
+        self,
+        pool: CacheResidencyPool | None = None,
+        *,
+        model: PromptCacheModelIdentity,
+        options: PagedCacheOptions,
+        backend: CacheBackend[Any] | None = None,
+        memory: HostMemory | None = None,
+        session_id: int | None = None,
+    ) -> None:
+        instance(options, PagedCacheOptions, "options")
+        if session_id is not None:
+            u64(session_id, "session_id")
+        own = None
+        if pool is not None:
+            options = options.with_pool(pool)
+        elif options.pool is None:
+            own = options.create_pool()
+            options = options.with_pool(own)
+        assert options.pool is not None
+        try:
+            _make_directory(options)
+            parts = SessionParts(
+                options.pool,
+                model,
+                options,
+                backend or NumpyBackend(),
+                memory or PrivateHostMemory(),
+                session_id,
+                own,
+            )
+        except BaseException:
+            if own is not None:
+                own.close()
+            raise
+        self._hold(parts)
+
+    def _hold(self, parts: SessionParts) -> None:
+        self._parts = parts
+        self._core = parts.core
+        parts.add_handle()
+        self._dropped = weakref.finalize(self, parts.drop_handle)
+
+    def share(self) -> Self:
+        """Another handle on the same session, which lives until the last one is closed."""
+        with self._core.lock:
+            self._check_open()
+            other = type(self).__new__(type(self))
+            other._hold(self._parts)
+        return other
+
+    @property
+    def id(self) -> int:
+        """The session's id, and its manager's in the pool."""
+        return self._core.id
+
+    @property
+    def pool(self) -> CacheResidencyPool:
+        """The pool it is charged to."""
+        return self._core.pool
+
+    @property
+    def options(self) -> PagedCacheOptions:
+        """Its limits, the pool included."""
+        return self._core.options
+
+    @property
+    def generation(self) -> int:
+        """How often blocks have left so far (u64, wraps)."""
+        return self._core.generation
+
+    # Growing --------------------------------------------------------------------------------------
+
+    def append(self, layer: int, *arrays: Any) -> None:
+        """Append tokens to a layer: keys and values, a latent and rotary keys, or keys alone.
+
+        Contract: the arrays are copied. All tokens are appended, or none.
+
+        Errors: ArrayMismatch, BudgetExceeded, LiveDiskRequired, Pool, Runtime.
+        """
+        parts, core = self._parts, self._core
+        with core.order:
+            self._check_open()
+            parts.tails.append(core.layers[usize(layer, "layer")], arrays)
+
+    def position(self, layer: int) -> int:
+        """How many tokens the layer has, those included that have been discarded."""
+        with self._core.lock:
+            self._check_open()
+            return self._parts.tails.position(usize(layer, "layer"))
+
+    # Reading --------------------------------------------------------------------------------------
+
+    def lease(self, id: CacheBlockId) -> CacheBlockLease:
+        """Bring a block to the device and keep it there until the lease is released.
+
+        Errors: Lifecycle(MissingBlock), BudgetExceeded, LiveDiskRequired, Pool, Runtime,
+        IoExecution; DiskOperationCancelled when the cache was shortened meanwhile.
+        """
+        self._check_open()
+        return self._parts.reader.lease(instance(id, CacheBlockId, "id"))
+
+    def visible(self, layer: int, start: int, end: int) -> list[CacheBlockId]:
+        """The sealed blocks that positions from `start` up to `end` need, in order; the protected
+        prefix is always among them.
+        """
+        self._check_open()
+        return self._parts.reader.visible(usize(layer, "layer"), start, end)
+
+    def window(self, ids: list[CacheBlockId]) -> Iterator[CacheBlockLease]:
+        """Lease each block in turn, and the next one ahead if the device has room for both.
+
+        A lease is released when the next one is asked for. Close the iterator to stop early.
+        """
+        self._check_open()
+        return self._parts.reader.window(ids)
+
+    def scan(self, layer: int, *, prefill: bool = False) -> Iterator[CachePiece]:
+        """All that the layer's next token sees, block by block, then the tail.
+
+        Each piece is valid until the next one is asked for.
+
+        Errors: as `lease`.
+        """
+        self._check_open()
+        return self._parts.scans.scan(usize(layer, "layer"), prefill)
+
+    def tail(self, layer: int) -> CachePiece | None:
+        """The layer's unsealed tokens, valid until the layer grows or shrinks."""
+        with self._core.lock:
+            self._check_open()
+            return self._parts.scans.tail(usize(layer, "layer"))
+
+    # Shrinking ------------------------------------------------------------------------------------
+
+    def truncate(self, layer: int, end: int) -> None:
+        """Forget the layer's tokens from position `end` on.
+
+        Errors: InvalidTokenRange; Lifecycle(UnexpectedLeaseCount) when somebody reads what would
+        go; those of `lease`.
+        """
+        with self._core.order:
+            self._check_open()
+            layers = self._core.layers
+            self._parts.shrinking.truncate(layers[usize(layer, "layer")], i64(end, "end"))
+
+    def discard_sliding(self, layer: int) -> int:
+        """Drop the blocks that the layer's window has left behind; how many.
+
+        Contract: nothing is dropped of a layer that sees everything, nor while the options retain
+        blocks for persistence. The protected prefix, leased and imported blocks stay. An engine
+        calls it when the attention of a step is done.
+        """
+        core = self._core
+        with core.order:
+            start = self._parts.scans.visible_start(usize(layer, "layer"))
+            if start is None or core.options.retains_discarded_for_persistence:
+                return 0
+            return self._parts.shrinking.discard(core.layers[layer], start)
+
+    def remove(self, id: CacheBlockId) -> None:
+        """Drop one block. Errors: Lifecycle(MissingBlock, BlockLeased)."""
+        with self._core.order:
+            self._parts.shrinking.remove(instance(id, CacheBlockId, "id"))
+
+    def clear(self) -> None:
+        """Drop all blocks and tails; what was counted stays.
+
+        Returns when nothing of them is under way any more. Errors: Lifecycle(BlockLeased).
+        """
+        with self._core.order:
+            self._parts.shrinking.clear()
+
+    # Moving ---------------------------------------------------------------------------------------
+
+    def rebalance(
+        self, required: CacheBlockId | None = None, *, allow_recent: bool = False
+    ) -> None:
+        """Bring every tier back under its budget; growth and leases do this by themselves.
+
+        Errors: what a background write failed with, once; BudgetExceeded, LiveDiskRequired, Pool.
+        """
+        self._check_open()
+        self._parts.balance.restore(required, allow_recent=allow_recent)
+
+    def demote(self, id: CacheBlockId) -> None:
+        """Move a block one tier down and wait for it: from the device to the host, or, if it has a
+        file, to disk; from the host to disk.
+
+        Errors: Lifecycle(BlockLeased), Storage, BudgetExceeded, LiveDiskRequired, Pool, Runtime.
+        """
+        self._check_open()
+        self._parts.moves.demote(instance(id, CacheBlockId, "id"))
+
+    def flush(self) -> None:
+        """Wait until no write is under way. Errors: Runtime of a write that failed."""
+        self._parts.moves.flush()
+
+    # Telling --------------------------------------------------------------------------------------
+
+    def blocks(self, layer: int | None = None) -> list[CacheBlockId]:
+        """Every sealed block, or those of one layer, in identity order."""
+        with self._core.lock:
+            self._check_open()
+            return sorted(self._core.records if layer is None else self._core.layer_ids(layer))
+
+    def phase(self, id: CacheBlockId) -> CacheStoragePhase:
+        """Where a block is. Errors: Lifecycle(MissingBlock)."""
+        with self._core.lock:
+            return self._core.record(id).storage.phase
+
+    def tier(self, id: CacheBlockId) -> CacheTier:
+        """The tier it counts in. Errors: Lifecycle(MissingBlock)."""
+        return self.phase(id).tier
+
+    def usage(self) -> CachePoolUsage:
+        """What the pool is told that this session holds."""
+        with self._core.lock:
+            return self._core.sums().usage()
+
+    def report(self) -> CacheResidencyReport:
+        """Gauges of this instant, counters and peaks, as a copy."""
+        with self._core.lock:
+            return snapshot(self._core)
+
+    # Ending ---------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether this handle was closed."""
+        return not self._dropped.alive
+
+    def close(self) -> None:
+        """Let go of this handle; the last one ends the session: its work, its files, its charges.
+
+        Errors: Io when a file could not be deleted, after everything else was done.
+        """
+        if self._dropped.detach() is not None:
+            self._parts.close_handle()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<CacheSession {self.id}{' closed' if self.closed else ''}>"
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError("use share() for another handle on a session")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.__copy__()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a session belongs to its process: it cannot be pickled")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("this handle of the session is closed")
+        self._core.lock.check_process()
+
+
+def _make_directory(options: PagedCacheOptions) -> None:
+    """The folder of live files, readable by nobody else. Errors: Io."""
+    disk = options.live_disk_policy
+    if isinstance(disk, LiveCacheDiskPolicyEnabled):
+        try:
+            Path(disk.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise CacheResidencyError.Io("create_live_directory", disk.directory, error) from error

@@ -1,0 +1,150 @@
+"""Growth: tokens become a tail, a full tail becomes a block; a refusal leaves everything as it was.
+
+Why: an engine appends to each layer of a step and must be able to try the step again after a
+refusal. So an append is one piece for its caller, however many blocks it fills.
+
+Contract: contract/residency.md B3. Called with the order lock, without the session's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shmcache.policy.identity import CacheBlockId
+from shmcache.session.balance import Balance
+from shmcache.session.core import SessionCore
+from shmcache.session.layers import Layer, appended_spec, check_like
+from shmcache.session.records import BlockRecord, Tail
+from shmcache.session.shrinking import Shrinking
+from shmcache.states.lifecycle import MutableCacheTail
+from shmcache.states.storage import CacheBlockStorage
+
+
+class Tails:
+    """See the module."""
+
+    def __init__(self, core: SessionCore, balance: Balance, shrinking: Shrinking) -> None:
+        self._core = core
+        self._balance = balance
+        self._shrinking = shrinking
+
+    def append(self, layer: Layer, arrays: Sequence[Any]) -> None:
+        """All of the tokens, or none of them.
+
+        Errors: ArrayMismatch; BudgetExceeded, LiveDiskRequired, Pool, Runtime of making room.
+        """
+        core, number = self._core, layer.global_layer
+        spec = appended_spec(core.backend, layer, arrays)
+        tokens = spec.arrays[0].shape[-2]
+        with core.lock:
+            core.check_open()
+            known = core.layer_specs.get(number)
+            if known is not None:
+                check_like(layer, spec, known)
+            core.layer_specs.setdefault(number, spec)
+            tail, books = core.tails.get(number), core.lifecycle.tail(number)
+        sealed: list[CacheBlockId] = []
+        done = 0
+        try:
+            while done < tokens:
+                done += self._grow(layer, arrays, done, tokens)
+                self._seal_if_full(layer, sealed)
+        except BaseException:
+            self._undo(layer, sealed, tail, books)
+            if known is None:
+                with core.lock:
+                    core.layer_specs.pop(number, None)
+            raise
+
+    def position(self, layer: int) -> int:
+        """Where the layer's next token goes; with the lock held."""
+        books = self._core.lifecycle.tail(layer)
+        return 0 if books is None else books.end
+
+    # One piece ------------------------------------------------------------------------------------
+
+    def _grow(self, layer: Layer, arrays: Sequence[Any], done: int, tokens: int) -> int:
+        """Append what fits into the block that is being filled; how many tokens that were."""
+        core, number = self._core, layer.global_layer
+        with core.lock:
+            tail = core.tails.get(number) or self._new_tail(layer, self.position(number))
+        filled = tail.tokens
+        count = min(tail.spec.arrays[0].shape[-2] - filled, tokens - done)
+        for target, source in zip(tail.arrays, arrays, strict=True):
+            core.backend.write(target, filled, core.backend.view(source, done, done + count))
+        grown = Tail(tail.start, filled + count, tail.spec, tail.arrays)
+        with core.lock:
+            before = core.set_tail(number, MutableCacheTail(_bytes(layer, grown), grown.end))
+            first = before is None or not before.bytes
+            if first:
+                core.telemetry.report.tail_allocations += 1
+        try:
+            self._balance.restore(None)
+        except BaseException:
+            with core.lock:
+                core.restore_tail(number, before)
+                if first:
+                    core.telemetry.report.tail_allocations -= 1
+                core.publish()
+            raise
+        with core.lock:
+            core.tails[number] = grown
+        return count
+
+    def _new_tail(self, layer: Layer, start: int) -> Tail:
+        """An empty buffer from `start` to the end of the block that it lies in.
+
+        Blocks end at multiples of the block size also after a truncation left a shorter one: only
+        such ranges have names that other sessions know.
+        """
+        core = self._core
+        size = core.options.block_size_tokens
+        spec = layer.spec(core.layer_specs[layer.global_layer], size - start % size)
+        arrays = tuple(core.backend.allocate(each.shape, each.dtype) for each in spec.arrays)
+        return Tail(start, 0, spec, arrays)
+
+    # Sealing --------------------------------------------------------------------------------------
+
+    def _seal_if_full(self, layer: Layer, sealed: list[CacheBlockId]) -> None:
+        core, number = self._core, layer.global_layer
+        with core.lock:
+            tail = core.tails[number]
+            if tail.tokens < tail.spec.arrays[0].shape[-2]:
+                return
+            core.set_tail(number, MutableCacheTail(0, tail.end))
+        self._balance.restore(None)
+        id = core.layers.block_id(layer, tail.start, tail.end)
+        record = BlockRecord(id, tail.spec, CacheBlockStorage.device(id, tail.arrays))
+        with core.lock:
+            if id not in core.records:
+                sealed.append(id)
+            core.insert(record, core.layers.is_prefix(id.end))
+            del core.tails[number]
+        self._balance.restore(id)
+        with core.lock:
+            core.telemetry.report.block_seals += 1
+
+    def _undo(
+        self,
+        layer: Layer,
+        sealed: list[CacheBlockId],
+        tail: Tail | None,
+        books: MutableCacheTail | None,
+    ) -> None:
+        """The blocks of a failed append go, newest first; the tail is as it was."""
+        core, number = self._core, layer.global_layer
+        for id in reversed(sealed):
+            if id in core.records:
+                self._shrinking.remove(id)
+        with core.lock:
+            core.restore_tail(number, books)
+            if tail is None:
+                core.tails.pop(number, None)
+            else:
+                core.tails[number] = tail
+            core.publish()
+
+
+def _bytes(layer: Layer, tail: Tail) -> int:
+    return layer.spec(tail.spec, tail.tokens).logical_bytes
