@@ -88,7 +88,7 @@ from shmcache.pool.owners import (
     VerifyReport,
 )
 from shmcache.pool.pool import CacheResidencyPool
-from shmcache.pool.segment import EVICTION_POLICIES, SegmentGeometry
+from shmcache.pool.segment import SegmentGeometry
 from shmcache.pool.supervisor import Supervisor, SupervisorEvent, SupervisorEventKind
 from shmcache.pool.values import (
     CachePoolLimits,
@@ -149,7 +149,6 @@ from shmcache.telemetry import (
 
 __all__ = [
     "CACHE_RESIDENCY_LAYER_REPORT_LIMIT",
-    "EVICTION_POLICIES",
     "MAX_PROMPT_CACHE_SHARD_HEADER_BYTES",
     "PROMPT_CACHE_CURRENT_FILE",
     "PROMPT_CACHE_GENERATIONS_DIRECTORY",

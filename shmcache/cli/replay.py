@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shmcache import EVICTION_POLICIES, bounds
+from shmcache import bounds
 from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import POOL_NAME
 from shmcache.cli.signals import signals_as_exceptions
@@ -56,7 +56,7 @@ _positive = FiniteRange(0, min_open=True)
 @click.option("--pool-blocks", type=click.IntRange(1), help="Instead: room for so many blocks.")
 @click.option(
     "--policy",
-    type=click.Choice(EVICTION_POLICIES),
+    type=click.Choice(bounds.EVICTION_POLICIES),
     help="What decides which blocks go; default: as `create`.",
 )
 @click.option("--kill-every", type=_positive, metavar="SECONDS", help="Kill a worker so often.")
