@@ -246,7 +246,8 @@ static enum shmc_status put_published(struct shmc_handle *handle, struct shmc_re
         block->parent = SHMC_BLOCK_NAME(parent, of_parent->generation) + 1;
         shmc_redo_set(handle, &of_parent->children, of_parent->children + 1);
     }
-    shmc_redo_set(handle, &block->flags, request->protect ? SHMC_BLOCK_PROTECTED : 0);
+    shmc_redo_set(handle, &block->flags,
+                  SHMC_BLOCK_NEW | (request->protect ? SHMC_BLOCK_PROTECTED : 0));
     shmc_redo_set(handle, &block->state, SHMC_BLOCK_PUBLISHED);
     shmc_redo_set(handle, &class->published, class->published + 1);
     shmc_redo_set(handle, &handle->control->stored, handle->control->stored + 1);

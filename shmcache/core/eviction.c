@@ -18,6 +18,7 @@
 #define DRAIN_MAX 4096u /* ring entries drained while the lock is held: some hundred microseconds */
 #define RUN_WINDOW 4096u /* a parent used so recently is of the run that its child is stored in */
 #define USES_MAX   0xffffu
+#define WALK_MAX   16u
 
 /* ---- queues: doubly linked by index, two links in a word ----------------------------------- */
 
@@ -95,6 +96,33 @@ static enum shmc_status insert_oldest(struct shmc_handle *handle, struct shmc_cl
                         SHMC_LOW(shmc_redo_get(handle, &class->ends[queue])));
 }
 
+/* Between its elders and its juniors, from the nearer end; exact within WALK_MAX steps. */
+static enum shmc_status insert_by_age(struct shmc_handle *handle, struct shmc_class *class,
+                                      uint64_t queue, uint64_t block, uint64_t clock)
+{
+    uint64_t ends = shmc_redo_get(handle, &class->ends[queue]);
+    uint32_t newest = SHMC_HIGH(ends), oldest = SHMC_LOW(ends);
+    SHMC_CHECK(newest <= blocks_max(handle) && oldest <= blocks_max(handle));
+    if (oldest == 0)
+        return insert_below(handle, class, queue, block, 0);
+    uint64_t from = SHMC_POLICY_CLOCK(handle->blocks[oldest - 1].policy);
+    uint64_t to = SHMC_POLICY_CLOCK(handle->blocks[newest - 1].policy);
+    bool from_oldest = clock <= from || (clock < to && clock - from < to - clock);
+    uint32_t newer = from_oldest ? oldest : 0;
+    for (uint32_t steps = 0; steps < WALK_MAX; steps++) {
+        uint32_t next = from_oldest ? newer : newer == 0 ? newest
+                                : SHMC_LOW(shmc_redo_get(handle, &handle->blocks[newer - 1].links));
+        SHMC_CHECK(next <= blocks_max(handle));
+        if (next == 0 ||
+            (SHMC_POLICY_CLOCK(handle->blocks[next - 1].policy) >= clock) == from_oldest)
+            break;
+        newer = from_oldest ? SHMC_HIGH(shmc_redo_get(handle, &handle->blocks[next - 1].links))
+                            : next;
+        SHMC_CHECK(newer <= blocks_max(handle));
+    }
+    return insert_below(handle, class, queue, block, newer);
+}
+
 /* From the queue it is in to the newest end of another, or of the same. */
 enum shmc_status shmc_queue_move(struct shmc_handle *handle, struct shmc_class *class,
                                  uint64_t block, uint64_t queue)
@@ -110,9 +138,17 @@ enum shmc_status shmc_queue_move(struct shmc_handle *handle, struct shmc_class *
 
 /* ---- policies ------------------------------------------------------------------------------ */
 
+static bool is_adaptive(const struct shmc_handle *handle)
+{
+    return handle->header.geometry.eviction_policy == SHMC_POLICY_ADAPTIVE;
+}
+
 static uint64_t tick(struct shmc_handle *handle)
 {
-    return ++handle->control->clock;
+    uint64_t now = ++handle->control->clock;
+    if (is_adaptive(handle))
+        shmc_adaptive_tick(handle);
+    return now;
 }
 
 static uint64_t log2_below(uint64_t value, uint64_t limit)
@@ -125,12 +161,19 @@ static uint64_t log2_below(uint64_t value, uint64_t limit)
     return log;
 }
 
-/* The queue of a block that was used so often. */
-static uint64_t queue_for(const struct shmc_handle *handle, uint64_t uses)
+/* The queue of a candidate that was used so often. */
+static uint64_t queue_for(const struct shmc_handle *handle, uint64_t block, uint64_t uses)
 {
+    const struct shmc_block *entry = &handle->blocks[block];
+    uint64_t flags = shmc_redo_get(handle, &entry->flags);
+    if ((flags & SHMC_BLOCK_PROTECTED) != 0)
+        return SHMC_QUEUE_PROTECTED;
     switch (handle->header.geometry.eviction_policy) {
     case SHMC_POLICY_LFU:
-        return log2_below(uses, SHMC_POLICY_QUEUES);
+        return log2_below(uses + 1, SHMC_POLICY_QUEUES);
+    case SHMC_POLICY_ADAPTIVE:
+        return shmc_redo_get(handle, &entry->children) != 0 ? SHMC_QUEUE_INNER
+                                                            : shmc_adaptive_kind(uses, flags);
     default:
         return SHMC_QUEUE_0;
     }
@@ -139,51 +182,122 @@ static uint64_t queue_for(const struct shmc_handle *handle, uint64_t uses)
 /* Puts the use of a block into the record: it becomes the newest of its queue. */
 static enum shmc_status use(struct shmc_handle *handle, struct shmc_class *class, uint64_t block)
 {
-    uint64_t policy = handle->blocks[block].policy;
-    uint64_t uses = SHMC_POLICY_USES(policy) < USES_MAX ? SHMC_POLICY_USES(policy) + 1 : USES_MAX;
+    struct shmc_block *entry = &handle->blocks[block];
+    uint64_t before = entry->policy;
+    uint64_t uses = SHMC_POLICY_USES(before) < USES_MAX ? SHMC_POLICY_USES(before) + 1 : USES_MAX;
+    uint64_t now = tick(handle);
+    uint64_t queue = queue_for(handle, block, uses);
+    if (is_adaptive(handle))
+        shmc_adaptive_used(handle, block);
+    if ((entry->flags & SHMC_BLOCK_NEW) != 0)
+        shmc_redo_set(handle, &entry->flags, entry->flags & ~(uint64_t)SHMC_BLOCK_NEW);
+    if (queue == SHMC_QUEUE_INNER && SHMC_POLICY_QUEUE(before) == queue) {
+        shmc_redo_set(handle, &entry->policy, SHMC_POLICY_OF(queue, uses, now));
+        return SHMC_OK; /* no order among those */
+    }
     enum shmc_status status = shmc_queue_remove(handle, class, block);
     if (status != SHMC_OK)
         return status;
-    uint64_t queue = SHMC_POLICY_QUEUE(policy) == SHMC_QUEUE_PROTECTED ? SHMC_QUEUE_PROTECTED
-                                                                       : queue_for(handle, uses);
-    shmc_redo_set(handle, &handle->blocks[block].policy, SHMC_POLICY_OF(queue, uses, tick(handle)));
+    shmc_redo_set(handle, &entry->policy, SHMC_POLICY_OF(queue, uses, now));
     return insert_below(handle, class, queue, block, 0);
 }
 
-/* Whether the child is stored in the same burst as the parent was used. */
-static bool is_of_run(const struct shmc_handle *handle, const struct shmc_class *class,
-                      uint64_t parent, uint64_t queue)
+/* Whether a child that is stored now is of the run in which its parent was used or stored. */
+static bool is_of_run(const struct shmc_handle *handle, uint64_t parent)
+{
+    return parent != SHMC_NO_INDEX &&
+           handle->control->clock - SHMC_POLICY_CLOCK(handle->blocks[parent].policy) <= RUN_WINDOW;
+}
+
+/* The neighbour below which the child goes, plus one, so that the start of a run is its newest. */
+static uint32_t place_below(const struct shmc_handle *handle, const struct shmc_class *class,
+                            uint64_t parent, uint64_t queue)
 {
     struct shmc_slab *slab;
     struct shmc_class *of_parent;
-    uint64_t policy = handle->blocks[parent].policy;
-    return queue < SHMC_POLICY_QUEUES && SHMC_POLICY_QUEUE(policy) == queue &&
-           handle->control->clock - SHMC_POLICY_CLOCK(policy) <= RUN_WINDOW &&
-           shmc_slab_of(handle, parent, &slab, &of_parent) == SHMC_OK && of_parent == class;
+    bool same = queue < SHMC_POLICY_QUEUES && !is_adaptive(handle) &&
+                SHMC_POLICY_QUEUE(handle->blocks[parent].policy) == queue &&
+                shmc_slab_of(handle, parent, &slab, &of_parent) == SHMC_OK && of_parent == class;
+    return same ? (uint32_t)parent + 1 : 0;
+}
+
+/* Puts "the block has a child now" into the record. */
+static enum shmc_status put_parent(struct shmc_handle *handle, uint64_t parent)
+{
+    struct shmc_block *entry = &handle->blocks[parent];
+    struct shmc_slab *slab;
+    struct shmc_class *class;
+    enum shmc_status status = shmc_slab_of(handle, parent, &slab, &class);
+    if (status != SHMC_OK)
+        return status;
+    shmc_adaptive_has_child(handle, parent);
+    if ((entry->flags & SHMC_BLOCK_HAD_CHILD) == 0)
+        shmc_redo_set(handle, &entry->flags, entry->flags | SHMC_BLOCK_HAD_CHILD);
+    if (SHMC_POLICY_QUEUE(entry->policy) >= SHMC_QUEUE_INNER)
+        return SHMC_OK;
+    return shmc_queue_move(handle, class, parent, SHMC_QUEUE_INNER);
 }
 
 /* Puts a new block into its queue: below its parent when that was just used, else first. */
 enum shmc_status shmc_policy_insert(struct shmc_handle *handle, struct shmc_class *class,
                                     uint64_t block, uint64_t parent)
 {
-    uint64_t queue = queue_for(handle, 1);
-    uint64_t clock = handle->control->clock;
+    uint64_t now = tick(handle);
+    uint64_t clock = now;
+    uint64_t uses = 0;
     uint32_t newer = 0;
-    if ((shmc_redo_get(handle, &handle->blocks[block].flags) & SHMC_BLOCK_PROTECTED) != 0)
-        queue = SHMC_QUEUE_PROTECTED;
-    if (parent != SHMC_NO_INDEX && is_of_run(handle, class, parent, queue)) {
-        newer = (uint32_t)parent + 1;
-        clock = SHMC_POLICY_CLOCK(handle->blocks[parent].policy);
-    } else {
-        clock = tick(handle);
+    if (is_of_run(handle, parent)) {
+        const struct shmc_block *of_parent = &handle->blocks[parent];
+        clock = SHMC_POLICY_CLOCK(of_parent->policy);
+        if ((of_parent->flags & SHMC_BLOCK_NEW) != 0)
+            uses = SHMC_POLICY_USES(of_parent->policy);
+        newer = place_below(handle, class, parent, queue_for(handle, block, 0));
     }
-    shmc_redo_set(handle, &handle->blocks[block].policy, SHMC_POLICY_OF(queue, 1, clock));
+    if (is_adaptive(handle)) {
+        uses = shmc_adaptive_stored(handle, block, uses, clock);
+        enum shmc_status status =
+            parent != SHMC_NO_INDEX ? put_parent(handle, parent) : SHMC_OK;
+        if (status != SHMC_OK)
+            return status;
+    } else {
+        uses = 0;
+    }
+    uint64_t queue = queue_for(handle, block, uses);
+    shmc_redo_set(handle, &handle->blocks[block].policy, SHMC_POLICY_OF(queue, uses, clock));
     return insert_below(handle, class, queue, block, newer);
+}
+
+/* Puts "it has no children any more" into the record: it may be a candidate again, at its age. */
+enum shmc_status shmc_policy_childless(struct shmc_handle *handle, uint64_t block)
+{
+    struct shmc_block *entry = &handle->blocks[block];
+    uint64_t policy = shmc_redo_get(handle, &entry->policy);
+    struct shmc_slab *slab;
+    struct shmc_class *class;
+    if (!is_adaptive(handle) || SHMC_POLICY_QUEUE(policy) != SHMC_QUEUE_INNER)
+        return SHMC_OK;
+    enum shmc_status status = shmc_slab_of(handle, block, &slab, &class);
+    if (status == SHMC_OK)
+        status = shmc_queue_remove(handle, class, block);
+    if (status != SHMC_OK)
+        return status;
+    uint64_t queue = shmc_adaptive_kind(SHMC_POLICY_USES(policy), entry->flags);
+    shmc_redo_set(handle, &entry->policy, (policy & ~0xffull) | queue);
+    return insert_by_age(handle, class, queue, block, SHMC_POLICY_CLOCK(policy));
+}
+
+/* The block goes, to make room: its key may be remembered. */
+void shmc_policy_evicted(struct shmc_handle *handle, uint64_t block)
+{
+    if (is_adaptive(handle))
+        shmc_adaptive_evicted(handle, block);
 }
 
 /* The next victim of the class, or SHMC_NO_INDEX. */
 uint64_t shmc_policy_victim(const struct shmc_handle *handle, const struct shmc_class *class)
 {
+    if (is_adaptive(handle))
+        return shmc_adaptive_victim(handle, class);
     for (uint32_t queue = 0; queue < SHMC_POLICY_QUEUES; queue++) {
         uint32_t oldest = SHMC_LOW(class->ends[queue]);
         if (oldest != 0 && oldest <= blocks_max(handle))
@@ -238,7 +352,8 @@ enum shmc_status shmc_policy_unpark_one(struct shmc_handle *handle, struct shmc_
     if (status != SHMC_OK)
         return status;
     uint64_t policy = handle->blocks[block].policy;
-    uint64_t queue = held ? SHMC_QUEUE_PARKED : queue_for(handle, SHMC_POLICY_USES(policy));
+    uint64_t queue =
+        held ? SHMC_QUEUE_PARKED : queue_for(handle, block, SHMC_POLICY_USES(policy));
     shmc_redo_set(handle, &handle->blocks[block].policy, (policy & ~0xffull) | queue);
     status = held ? insert_below(handle, class, queue, block, 0)
                   : insert_oldest(handle, class, queue, block);
@@ -256,13 +371,12 @@ enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_cla
     bool is_protected = SHMC_POLICY_QUEUE(entry->policy) == SHMC_QUEUE_PROTECTED;
     if (is_protected == protect)
         return SHMC_OK;
-    uint64_t queue =
-        protect ? SHMC_QUEUE_PROTECTED : queue_for(handle, SHMC_POLICY_USES(entry->policy));
     shmc_redo_begin(handle, SHMC_OP_PROTECT);
-    enum shmc_status status = shmc_queue_move(handle, class, block, queue);
+    shmc_redo_set(handle, &entry->flags, entry->flags ^ SHMC_BLOCK_PROTECTED);
+    enum shmc_status status = shmc_queue_move(
+        handle, class, block, queue_for(handle, block, SHMC_POLICY_USES(entry->policy)));
     if (status != SHMC_OK)
         return status;
-    shmc_redo_set(handle, &entry->flags, protect ? SHMC_BLOCK_PROTECTED : 0);
     shmc_redo_commit(handle);
     return SHMC_OK;
 }

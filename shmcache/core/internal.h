@@ -230,6 +230,8 @@ enum shmc_status shmc_policy_doom(struct shmc_handle *handle, struct shmc_class 
                                   uint64_t block);
 uint64_t shmc_policy_victim(const struct shmc_handle *handle, const struct shmc_class *class);
 uint64_t shmc_policy_age(const struct shmc_handle *handle, const struct shmc_class *class);
+enum shmc_status shmc_policy_childless(struct shmc_handle *handle, uint64_t block);
+void shmc_policy_evicted(struct shmc_handle *handle, uint64_t block);
 enum shmc_status shmc_policy_park(struct shmc_handle *handle, struct shmc_class *class,
                                   uint64_t block);
 enum shmc_status shmc_policy_unpark_one(struct shmc_handle *handle, struct shmc_class *class);
@@ -237,6 +239,16 @@ enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_cla
                                      uint64_t block, bool protect);
 enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle);
 enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle);
+
+/* adaptive.c; called with the lock held */
+uint64_t shmc_adaptive_kind(uint64_t uses, uint64_t flags);
+void shmc_adaptive_used(struct shmc_handle *handle, uint64_t block);
+uint64_t shmc_adaptive_stored(struct shmc_handle *handle, uint64_t block, uint64_t inherited_uses,
+                              uint64_t clock);
+void shmc_adaptive_has_child(struct shmc_handle *handle, uint64_t block);
+void shmc_adaptive_evicted(struct shmc_handle *handle, uint64_t block);
+void shmc_adaptive_tick(struct shmc_handle *handle);
+uint64_t shmc_adaptive_victim(const struct shmc_handle *handle, const struct shmc_class *class);
 
 /* room.c; called with the lock held, but recover, which is part of taking it */
 bool shmc_blocks_recover(struct shmc_handle *handle);

@@ -300,6 +300,7 @@ struct shmc_entry {
 enum shmc_queue {
     /* [policy] candidates for eviction; what each means is the policy's */
     SHMC_QUEUE_0 = 0,
+    SHMC_QUEUE_INNER = 4, /* adaptive: with children, so no candidates */
     SHMC_QUEUE_PARKED = 6, /* were found pinned: not looked at again for a while */
     SHMC_QUEUE_PROTECTED = 7,
     SHMC_QUEUE_DOOMED = 8,
@@ -364,7 +365,10 @@ enum shmc_block_state {
 #define SHMC_POLICY_OF(queue, uses, clock) \
     ((uint64_t)(clock) << 24 | (uint64_t)(uses) << 8 | (queue))
 
-#define SHMC_BLOCK_PROTECTED 1u /* in flags: never evicted */
+/* In a block's flags. */
+#define SHMC_BLOCK_PROTECTED 1u /* never evicted */
+#define SHMC_BLOCK_HAD_CHILD 2u /* was the parent of a block */
+#define SHMC_BLOCK_NEW       4u /* not used since it was stored */
 
 /* What is known of one block. A FREE block is on the list of blocks without a place, or bound to a
  * place of a slab and on the list of that. The first line is what a reader needs. */

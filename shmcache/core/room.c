@@ -57,7 +57,7 @@ static enum shmc_status put_orphan(struct shmc_handle *handle, const struct shmc
     uint64_t children = shmc_redo_get(handle, &parent->children);
     SHMC_CHECK(children > 0);
     shmc_redo_set(handle, &parent->children, children - 1);
-    return SHMC_OK;
+    return children == 1 ? shmc_policy_childless(handle, SHMC_NAMED_BLOCK(name)) : SHMC_OK;
 }
 
 /* Puts "nobody can find it any more" into the record. */
@@ -150,6 +150,7 @@ static enum shmc_status evict(struct shmc_handle *handle, uint64_t index, struct
     SHMC_CHECK(entry != NULL && found == index);
     if (!shmc_close_to_readers(handle, index, SHMC_BLOCK_PUBLISHED))
         return SHMC_PINNED;
+    shmc_policy_evicted(handle, index);
     shmc_redo_begin(handle, SHMC_OP_EVICT);
     enum shmc_status status = shmc_put_withdrawn(handle, index, class, entry);
     if (status == SHMC_OK)
