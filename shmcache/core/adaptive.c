@@ -22,29 +22,30 @@
 
 #include <string.h>
 
-#define KINDS          4u
-#define AGES           25u /* half octaves of the age in 64ths of the capacity */
-#define AGE_PARTS      64u
-#define EPOCHS         32u /* of half a capacity: when the blocks that wait were last used */
-#define GHOST_WAYS     8u
-#define SAMPLE_MASK    3u /* one key in four is observed: four times the memory for ghosts */
-#define CAPACITY_MIN   64u
-#define COUNT_ONE      256u /* counts are halved now and then: they have eight bits of fraction */
-#define PRIOR_WEIGHT   16.0
-#define PRIOR_CHANCE   0.1
+#define KINDS            4u
+#define AGES             25u /* half octaves of the age in 64ths of the capacity */
+#define AGE_PARTS        64u
+#define EPOCHS           32u /* of half a capacity: when the blocks that wait were last used */
+#define GHOST_WAYS       8u
+#define SAMPLE_MASK      3u /* one key in four is observed: four times the memory for ghosts */
+#define CAPACITY_MIN     64u
+#define COUNT_ONE        256u /* counts are halved now and then: they have eight bits of fraction */
+#define PRIOR_WEIGHT     16.0
+#define PRIOR_CHANCE     0.1
 #define DECAY_CAPACITIES 16u
-#define WORTH_ONE      1099511627776.0 /* 2^40 */
+#define WORTH_ONE        1099511627776.0 /* 2^40 */
 
 /* The words of the policy region before the ghosts. */
 struct learned {
-    uint64_t used[KINDS][AGES];      /* waits that ended with a use, at this age */
-    uint64_t ended[KINDS][AGES];     /* waits that ended, with a use or forgotten */
-    uint64_t worth[KINDS][AGES];     /* see compute() */
-    uint64_t waiting[KINDS][EPOCHS]; /* observed blocks and ghosts, by the epoch of their last use */
-    uint64_t capacity;               /* blocks; what ages are measured in */
-    uint64_t epoch;                  /* the present one */
-    uint64_t compute_at;             /* clock */
-    uint64_t decay_at;               /* clock */
+    uint64_t used[KINDS][AGES];  /* waits that ended with a use, at this age */
+    uint64_t ended[KINDS][AGES]; /* waits that ended, with a use or forgotten */
+    uint64_t worth[KINDS][AGES]; /* see compute() */
+    uint64_t waiting[KINDS]
+                    [EPOCHS]; /* observed blocks and ghosts, by the epoch of their last use */
+    uint64_t capacity;        /* blocks; what ages are measured in */
+    uint64_t epoch;           /* the present one */
+    uint64_t compute_at;      /* clock */
+    uint64_t decay_at;        /* clock */
 };
 
 _Static_assert(sizeof(struct learned) <= SHMC_LEARNED_WORDS * sizeof(uint64_t), "must fit");
@@ -162,8 +163,8 @@ static void put_ghost(struct shmc_handle *handle, uint64_t tag, uint64_t uses, u
             victim = &set[way];
     if (*victim != 0)
         end_wait(handle, GHOST_KIND(*victim), GHOST_CLOCK(*victim), false);
-    *victim = fingerprint_of(tag) << 44 | minimum(uses, 3) << 42 | kind << 40 |
-              (clock & 0xffffffffffull);
+    *victim =
+        fingerprint_of(tag) << 44 | minimum(uses, 3) << 42 | kind << 40 | (clock & 0xffffffffffull);
 }
 
 /* ---- kinds --------------------------------------------------------------------------------- */
@@ -344,21 +345,33 @@ static void open_epochs(const struct shmc_handle *handle, struct learned *learne
     }
 }
 
+/* How many blocks of the present mean size the arena can hold. When that has become another number,
+ * what was learned is of another scale, and forgotten. */
+static void measure(const struct shmc_handle *handle, struct learned *learned)
+{
+    const struct shmc_control *control = handle->control;
+    if (control->used_blocks == 0 || control->used_bytes < control->used_blocks)
+        return;
+    uint64_t mean_bytes = control->used_bytes / control->used_blocks;
+    uint64_t blocks = minimum(handle->arena_bytes / mean_bytes, handle->header.geometry.blocks_max);
+    uint64_t before = learned->capacity;
+    if (blocks <= before + before / 4 && blocks + blocks / 4 >= before)
+        return;
+    memset(learned, 0, sizeof *learned);
+    learned->capacity = blocks;
+    learned->epoch = control->clock / (capacity_of(learned) / 2);
+}
+
 /* Keeps the books: to be called with every tick of the clock. */
 void shmc_adaptive_tick(struct shmc_handle *handle)
 {
     struct learned *learned = learned_of(handle);
     uint64_t now = handle->control->clock;
-    if (now % CAPACITY_MIN != 0)
+    if (learned->capacity != 0 && now % CAPACITY_MIN != 0)
         return;
     open_epochs(handle, learned);
     if (now >= learned->compute_at || learned->compute_at - now > capacity_of(learned)) {
-        uint64_t used = handle->control->used_blocks;
-        if (used > capacity_of(learned) + capacity_of(learned) / 8) {
-            learned->capacity = used; /* a growing pool: what was learned is of another scale */
-            memset(learned->waiting, 0, sizeof learned->waiting);
-            learned->epoch = now / (capacity_of(learned) / 2);
-        }
+        measure(handle, learned);
         compute(handle);
         learned->compute_at = now + capacity_of(learned) / 8;
     }
@@ -387,7 +400,8 @@ static void consider(const struct shmc_handle *handle, uint32_t kind, uint32_t n
     uint64_t worth = learned->worth[kind][bucket_of(learned, since(handle, clock))];
     bool better = choice->block == SHMC_NO_INDEX || worth < choice->worth ||
                   (worth == choice->worth && !newest && clock < choice->clock);
-    if (better)
+    /* The newest is leased as a rule, by whoever stores the run that it ends; the oldest are not. */
+    if (better && !(newest && shmc_is_pinned(handle, next - 1)))
         *choice = (struct choice){.block = next - 1, .worth = worth, .clock = clock};
 }
 

@@ -18,7 +18,8 @@
 #define DRAIN_MAX 4096u /* ring entries drained while the lock is held: some hundred microseconds */
 #define RUN_WINDOW 4096u /* a parent used so recently is of the run that its child is stored in */
 #define USES_MAX   0xffffu
-#define WALK_MAX   16u
+#define WALK_MAX   64u
+#define UNPARK_MAX 4u
 
 /* ---- queues: doubly linked by index, two links in a word ----------------------------------- */
 
@@ -89,13 +90,6 @@ static enum shmc_status insert_below(struct shmc_handle *handle, struct shmc_cla
     return SHMC_OK;
 }
 
-static enum shmc_status insert_oldest(struct shmc_handle *handle, struct shmc_class *class,
-                                      uint64_t queue, uint64_t block)
-{
-    return insert_below(handle, class, queue, block,
-                        SHMC_LOW(shmc_redo_get(handle, &class->ends[queue])));
-}
-
 /* Between its elders and its juniors, from the nearer end; exact within WALK_MAX steps. */
 static enum shmc_status insert_by_age(struct shmc_handle *handle, struct shmc_class *class,
                                       uint64_t queue, uint64_t block, uint64_t clock)
@@ -110,14 +104,16 @@ static enum shmc_status insert_by_age(struct shmc_handle *handle, struct shmc_cl
     bool from_oldest = clock <= from || (clock < to && clock - from < to - clock);
     uint32_t newer = from_oldest ? oldest : 0;
     for (uint32_t steps = 0; steps < WALK_MAX; steps++) {
-        uint32_t next = from_oldest ? newer : newer == 0 ? newest
-                                : SHMC_LOW(shmc_redo_get(handle, &handle->blocks[newer - 1].links));
+        uint32_t next = from_oldest ? newer
+                        : newer == 0
+                            ? newest
+                            : SHMC_LOW(shmc_redo_get(handle, &handle->blocks[newer - 1].links));
         SHMC_CHECK(next <= blocks_max(handle));
         if (next == 0 ||
             (SHMC_POLICY_CLOCK(handle->blocks[next - 1].policy) >= clock) == from_oldest)
             break;
-        newer = from_oldest ? SHMC_HIGH(shmc_redo_get(handle, &handle->blocks[next - 1].links))
-                            : next;
+        newer =
+            from_oldest ? SHMC_HIGH(shmc_redo_get(handle, &handle->blocks[next - 1].links)) : next;
         SHMC_CHECK(newer <= blocks_max(handle));
     }
     return insert_below(handle, class, queue, block, newer);
@@ -233,7 +229,8 @@ static enum shmc_status put_parent(struct shmc_handle *handle, uint64_t parent)
     shmc_adaptive_has_child(handle, parent);
     if ((entry->flags & SHMC_BLOCK_HAD_CHILD) == 0)
         shmc_redo_set(handle, &entry->flags, entry->flags | SHMC_BLOCK_HAD_CHILD);
-    if (SHMC_POLICY_QUEUE(entry->policy) >= SHMC_QUEUE_INNER)
+    uint64_t queue = SHMC_POLICY_QUEUE(entry->policy);
+    if (queue == SHMC_QUEUE_INNER || queue == SHMC_QUEUE_PROTECTED)
         return SHMC_OK;
     return shmc_queue_move(handle, class, parent, SHMC_QUEUE_INNER);
 }
@@ -255,8 +252,7 @@ enum shmc_status shmc_policy_insert(struct shmc_handle *handle, struct shmc_clas
     }
     if (is_adaptive(handle)) {
         uses = shmc_adaptive_stored(handle, block, uses, clock);
-        enum shmc_status status =
-            parent != SHMC_NO_INDEX ? put_parent(handle, parent) : SHMC_OK;
+        enum shmc_status status = parent != SHMC_NO_INDEX ? put_parent(handle, parent) : SHMC_OK;
         if (status != SHMC_OK)
             return status;
     } else {
@@ -338,28 +334,37 @@ enum shmc_status shmc_policy_doom(struct shmc_handle *handle, struct shmc_class 
 }
 
 /* Looks at the block that was parked longest ago: if nothing holds it any more it is a candidate
- * again, the first one. */
-enum shmc_status shmc_policy_unpark_one(struct shmc_handle *handle, struct shmc_class *class)
+ * again (OK), at its age. PINNED: it stays aside, or there is none. */
+static enum shmc_status unpark_one(struct shmc_handle *handle, struct shmc_class *class)
 {
     uint32_t oldest = SHMC_LOW(class->ends[SHMC_QUEUE_PARKED]);
     if (oldest == 0)
-        return SHMC_OK;
+        return SHMC_PINNED;
     SHMC_CHECK(oldest <= blocks_max(handle));
     uint64_t block = oldest - 1;
-    bool held = handle->blocks[block].children != 0 || shmc_is_pinned(handle, block);
+    bool held = (handle->blocks[block].children != 0 && !is_adaptive(handle)) ||
+                shmc_is_pinned(handle, block);
     shmc_redo_begin(handle, SHMC_OP_EVICT);
     enum shmc_status status = shmc_queue_remove(handle, class, block);
     if (status != SHMC_OK)
         return status;
     uint64_t policy = handle->blocks[block].policy;
-    uint64_t queue =
-        held ? SHMC_QUEUE_PARKED : queue_for(handle, block, SHMC_POLICY_USES(policy));
+    uint64_t queue = held ? SHMC_QUEUE_PARKED : queue_for(handle, block, SHMC_POLICY_USES(policy));
     shmc_redo_set(handle, &handle->blocks[block].policy, (policy & ~0xffull) | queue);
     status = held ? insert_below(handle, class, queue, block, 0)
-                  : insert_oldest(handle, class, queue, block);
+                  : insert_by_age(handle, class, queue, block, SHMC_POLICY_CLOCK(policy));
     if (status == SHMC_OK)
         shmc_redo_commit(handle);
-    return status;
+    return status == SHMC_OK && held ? SHMC_PINNED : status;
+}
+
+/* A few looks, as long as they find something: more come back than one eviction sets aside. */
+enum shmc_status shmc_policy_unpark(struct shmc_handle *handle, struct shmc_class *class)
+{
+    enum shmc_status status = SHMC_OK;
+    for (uint32_t looks = 0; status == SHMC_OK && looks < UNPARK_MAX; looks++)
+        status = unpark_one(handle, class);
+    return status == SHMC_PINNED ? SHMC_OK : status;
 }
 
 /* ---- protection ---------------------------------------------------------------------------- */

@@ -234,7 +234,7 @@ enum shmc_status shmc_policy_childless(struct shmc_handle *handle, uint64_t bloc
 void shmc_policy_evicted(struct shmc_handle *handle, uint64_t block);
 enum shmc_status shmc_policy_park(struct shmc_handle *handle, struct shmc_class *class,
                                   uint64_t block);
-enum shmc_status shmc_policy_unpark_one(struct shmc_handle *handle, struct shmc_class *class);
+enum shmc_status shmc_policy_unpark(struct shmc_handle *handle, struct shmc_class *class);
 enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_class *class,
                                      uint64_t block, bool protect);
 enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle);

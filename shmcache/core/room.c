@@ -216,7 +216,7 @@ static enum shmc_status evict_one(struct shmc_handle *handle, struct shmc_class 
     struct shmc_slab *slab;
     enum shmc_status status = bury_one(handle, class);
     if (status == SHMC_PINNED)
-        status = shmc_policy_unpark_one(handle, class);
+        status = shmc_policy_unpark(handle, class);
     else
         return status;
     if (status != SHMC_OK)
@@ -273,7 +273,7 @@ static enum shmc_status evict_any(struct shmc_handle *handle)
             continue;
         enum shmc_status status = bury_one(handle, class);
         if (status == SHMC_PINNED)
-            status = shmc_policy_unpark_one(handle, class);
+            status = shmc_policy_unpark(handle, class);
         else
             return status;
         if (status != SHMC_OK)
