@@ -65,8 +65,8 @@ def check_after_failure(cache: Path, before: list[str], error: PromptCachePersis
 
 @pytest.mark.parametrize("call", ERRORS_MIN)
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "replacement"])
-def test_every_call_fails_once(tmp_path: Path, call: str, existing: bool) -> None:
-    cache = tmp_path / "parent/cache"
+def test_every_call_fails_once(memory_path: Path, call: str, existing: bool) -> None:
+    cache = memory_path / "parent/cache"
     cache.parent.mkdir()
     failures = nth = 0
     while True:
@@ -99,8 +99,8 @@ def test_every_call_fails_once(tmp_path: Path, call: str, existing: bool) -> Non
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 @pytest.mark.parametrize("number", NUMBERS)
-def test_every_errno_is_told(tmp_path: Path, call: str, number: int) -> None:
-    cache = tmp_path / "cache"
+def test_every_errno_is_told(memory_path: Path, call: str, number: int) -> None:
+    cache = memory_path / "cache"
     publish(cache, named("old"))
     with failing(call, 1, number), pytest.raises(PromptCachePersistenceError.Io) as caught:
         publish(cache, named("new"), replacing=True)
@@ -110,14 +110,14 @@ def test_every_errno_is_told(tmp_path: Path, call: str, number: int) -> None:
     assert verify_prompt_cache(cache).application_namespace == "old"
 
 
-def test_short_writes_are_continued(tmp_path: Path) -> None:
+def test_short_writes_are_continued(memory_path: Path) -> None:
     def half(real: Call, arguments: tuple[Any, ...]) -> Any:
         descriptor, data = arguments
         return real(descriptor, data[: max(1, len(data) // 2)])
 
     nth = 0
     while True:
-        cache = tmp_path / f"cache-{nth}"
+        cache = memory_path / f"cache-{nth}"
         with instead("write", nth, half) as fault:
             publish(cache, named("new"))
         assert content(cache) == "new"
@@ -127,19 +127,19 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
     assert nth >= 4
 
 
-def test_a_disk_that_takes_nothing_does_not_loop(tmp_path: Path) -> None:
+def test_a_disk_that_takes_nothing_does_not_loop(memory_path: Path) -> None:
     with (
         instead("write", 0, lambda real, arguments: 0),
         pytest.raises(PromptCachePersistenceError.Io) as caught,
     ):
-        publish(tmp_path / "cache", named("new"))
+        publish(memory_path / "cache", named("new"))
     assert caught.value.action == "write_shard"
 
 
 @pytest.mark.parametrize("nth", range(12))
-def test_an_interrupt_at_any_fsync_discards(tmp_path: Path, nth: int) -> None:
+def test_an_interrupt_at_any_fsync_discards(memory_path: Path, nth: int) -> None:
     """Ctrl-C is no error of a disk, and leaves the same."""
-    cache = tmp_path / "cache"
+    cache = memory_path / "cache"
     publish(cache, named("old"))
 
     def interrupt(real: Call, arguments: tuple[Any, ...]) -> None:
@@ -157,10 +157,10 @@ def test_an_interrupt_at_any_fsync_discards(tmp_path: Path, nth: int) -> None:
 
 
 def test_a_failed_fsync_is_not_repeated_on_the_same_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """C63: the generation is abandoned; a retry writes another one from memory."""
-    cache = tmp_path / "cache"
+    cache = memory_path / "cache"
     synced: list[tuple[int, int]] = []
     real = os.fsync
 
@@ -175,6 +175,6 @@ def test_a_failed_fsync_is_not_repeated_on_the_same_file(
     with pytest.raises(PromptCachePersistenceError.Io):
         publish(cache, named("new"))
     assert len(synced) == 2
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(memory_path) == []
     publish(cache, named("new"))
     assert content(cache) == "new"
