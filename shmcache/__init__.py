@@ -17,6 +17,8 @@ from shmcache.errors import (
     CacheLifecycleError,
     CachePolicyError,
     CachePoolError,
+    CacheResidencyConfigurationError,
+    CacheResidencyError,
     CacheStorageError,
     ContractError,
     LayerScheduleError,
@@ -121,6 +123,12 @@ from shmcache.prompt.reading import (
 )
 from shmcache.prompt.reversible import ReversiblePromptCachePublication
 from shmcache.prompt.shard import finalize_prompt_cache_shard, hash_prompt_cache_shard_payload
+from shmcache.session.backend import CacheBackend
+from shmcache.session.numpy_backend import NumpyBackend
+from shmcache.session.options import CacheResidencyPolicy, LiveCacheDiskPolicy, PagedCacheOptions
+from shmcache.session.reading import CacheBlockLease
+from shmcache.session.scans import CachePiece
+from shmcache.session.session import CacheSession
 from shmcache.states.execution import (
     CacheIoAdmission,
     CacheIoCompletionDisposition,
@@ -159,7 +167,9 @@ __all__ = [
     "AttentionPolicy",
     "Block",
     "BlockStat",
+    "CacheBackend",
     "CacheBlockId",
+    "CacheBlockLease",
     "CacheBlockLifecycle",
     "CacheBlockStorage",
     "CacheEvictionPolicy",
@@ -182,6 +192,7 @@ __all__ = [
     "CacheLayerResidencyReport",
     "CacheLayerResidencyStats",
     "CacheLifecycleError",
+    "CachePiece",
     "CachePolicyError",
     "CachePoolError",
     "CachePoolLimits",
@@ -192,10 +203,14 @@ __all__ = [
     "CachePoolUsage",
     "CacheRankIdentity",
     "CacheRepresentation",
+    "CacheResidencyConfigurationError",
+    "CacheResidencyError",
+    "CacheResidencyPolicy",
     "CacheResidencyPool",
     "CacheResidencyReport",
     "CacheResidencyTelemetry",
     "CacheResidencyTotals",
+    "CacheSession",
     "CacheStorageError",
     "CacheStoragePhase",
     "CacheTier",
@@ -208,11 +223,14 @@ __all__ = [
     "Lease",
     "LeaseRun",
     "LiveCacheBlockPublication",
+    "LiveCacheDiskPolicy",
     "LiveCachePublicationError",
     "MutableCacheTail",
     "MutableStateResidency",
+    "NumpyBackend",
     "OwnerRecord",
     "OwnerVerdict",
+    "PagedCacheOptions",
     "PoolingStateComponent",
     "PrefixKeys",
     "PromptCacheBlock",

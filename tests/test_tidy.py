@@ -47,6 +47,7 @@ IMPLEMENTED = [
     "policy.md",
     "pool.md",
     "prompt_cache.md",
+    "residency.md",
     "storage.md",
     "telemetry.md",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -44,7 +44,10 @@ def created(action: str, path: Path, *, exclusive: bool) -> Iterator[int]:
         descriptor = os.open(path, _CREATE_FLAGS | (os.O_EXCL if exclusive else os.O_TRUNC), _MODE)
     try:
         yield descriptor
-    finally:
+    except BaseException:
+        close(descriptor)
+        raise
+    with step("close_file", path):  # some file systems tell of a full quota only now
         os.close(descriptor)
 
 
@@ -74,7 +77,7 @@ def sync_directory(path: Path) -> None:
         try:
             os.fsync(descriptor)
         finally:
-            os.close(descriptor)
+            close(descriptor)
 
 
 def open_directory(path: StrPath, *, directory: int | None = None, follow: bool = False) -> int:
@@ -84,6 +87,12 @@ def open_directory(path: StrPath, *, directory: int | None = None, follow: bool 
     """
     flags = _DIRECTORY_FLAGS | (0 if follow else os.O_NOFOLLOW)
     return os.open(path, flags, dir_fd=directory)
+
+
+def close(descriptor: int) -> None:
+    """Close what was not written to: an error would tell nothing."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def read_up_to(descriptor: int, size_bytes: int) -> bytes:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Self
 
-from shmcache.prompt.files import open_directory
+from shmcache.prompt.files import close, open_directory
 
 _NO_FLOCK: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
@@ -31,7 +31,7 @@ class DirectoryHold:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self._finalizer = weakref.finalize(self, os.close, descriptor)
+        self._finalizer = weakref.finalize(self, close, descriptor)
 
     @classmethod
     def take(cls, path: Path) -> Self | None:
@@ -81,7 +81,7 @@ def alone(path: Path) -> Iterator[int | None]:
     try:
         yield descriptor if _is_alone(descriptor, path) else None
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 def _is_alone(descriptor: int, path: Path) -> bool:

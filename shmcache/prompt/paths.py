@@ -23,7 +23,7 @@ from shmcache.errors import PromptCachePersistenceError
 from shmcache.policy.identity import CacheRankIdentity
 from shmcache.policy.manifest_rules import is_safe_shard_path
 from shmcache.policy.topology import PromptCacheTopology
-from shmcache.prompt.files import READ_FLAGS, StrPath, open_directory, step
+from shmcache.prompt.files import READ_FLAGS, StrPath, close, open_directory, step
 
 PROMPT_CACHE_GENERATIONS_DIRECTORY: Final = ".generations"
 """The directory below a destination that holds its generations."""
@@ -74,7 +74,7 @@ def read_pointer(directory: Path) -> str:
         try:
             content = os.read(descriptor, _POINTER_BYTES_MAX)
         finally:
-            os.close(descriptor)
+            close(descriptor)
     try:
         name = content.decode().strip(_WHITE_SPACE)
     except UnicodeDecodeError as error:
@@ -140,7 +140,7 @@ def open_beneath(directory: Path, descriptor: int, relative: str) -> Iterator[tu
     try:
         yield opened, directory / relative
     finally:
-        os.close(opened)
+        close(opened)
 
 
 def _open_parts(directory: Path, descriptor: int, relative: str) -> int:
@@ -150,7 +150,7 @@ def _open_parts(directory: Path, descriptor: int, relative: str) -> int:
         for folder in folders:
             outer, inner = inner, open_directory(folder, directory=inner)
             if outer != descriptor:
-                os.close(outer)
+                close(outer)
         return os.open(name, READ_FLAGS, dir_fd=inner)
     except (OSError, ValueError) as error:
         joined = safe_prompt_cache_shard_path(directory, relative)
@@ -159,7 +159,7 @@ def _open_parts(directory: Path, descriptor: int, relative: str) -> int:
         raise PromptCachePersistenceError.MissingShard(joined) from error
     finally:
         if inner != descriptor:
-            os.close(inner)
+            close(inner)
 
 
 def _safe_parts(relative: str) -> list[str]:

@@ -34,7 +34,7 @@ from shmcache.policy.manifest import (
     PromptCacheStateTensor,
     require_schema_version,
 )
-from shmcache.prompt.files import READ_FLAGS, StrPath, open_directory, read_up_to, step
+from shmcache.prompt.files import READ_FLAGS, StrPath, close, open_directory, read_up_to, step
 from shmcache.prompt.generations import hold_active
 from shmcache.prompt.header import ShardHeader, read_shard_header
 from shmcache.prompt.holds import DirectoryHold
@@ -75,15 +75,17 @@ def validate_prompt_cache_manifest(directory: StrPath, manifest: PromptCacheMani
     entries = manifest_entries(manifest)
     try:
         descriptor = open_directory(path, follow=True)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         if not entries:
             return
         raise PromptCachePersistenceError.MissingShard(path / entries[0].shard) from error
+    except OSError as error:
+        raise PromptCachePersistenceError.Io("open_shard", path, error) from error
     try:
         for entry in entries:
             _check_entry(path, descriptor, entry)
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 class PromptCacheReader:
@@ -259,7 +261,7 @@ def _read_file(directory: int, path: Path, what: str, size_bytes_max: int) -> by
             with step(f"read_{what}", path):
                 return read_up_to(descriptor, status.st_size)
         finally:
-            os.close(descriptor)
+            close(descriptor)
 
 
 # Shards -------------------------------------------------------------------------------------------

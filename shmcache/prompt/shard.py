@@ -30,7 +30,7 @@ import numpy as np
 
 from shmcache.errors import PromptCachePersistenceError
 from shmcache.prompt.dtypes import DTYPES, LAYOUT_ORDER, dtype_of
-from shmcache.prompt.files import READ_FLAGS, StrPath, created, step, sync_file, write_all
+from shmcache.prompt.files import READ_FLAGS, StrPath, close, created, step, sync_file, write_all
 from shmcache.prompt.header import (
     MAX_PROMPT_CACHE_SHARD_HEADER_BYTES,
     METADATA,
@@ -135,7 +135,7 @@ def open_shard(path: Path) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        close(descriptor)
 
 
 # Payload ------------------------------------------------------------------------------------------

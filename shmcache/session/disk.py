@@ -131,7 +131,7 @@ class DiskTier:
         """With the lock held."""
         if self._worker is None:
             self._worker = CacheIoWorker(
-                self._core.queue_capacity, f"shmcache-disk-{self._core.id}", _Task.run, _discard
+                self._core.queue_capacity, f"shmcache-disk-{self._core.id}", _execute, _discard
             )
         return self._worker
 
@@ -421,6 +421,10 @@ class DiskTier:
     def _changed(self, record: BlockRecord) -> None:
         record.bound = 0
         self._core.changed(record)
+
+
+def _execute(task: _Task) -> HostCopy | BlockFile:
+    return task.run()
 
 
 def remove_files(files: Iterable[BlockFile]) -> None:

@@ -73,6 +73,11 @@ class Ledger:
         self._device += nbytes - self._tails.get(layer, 0)
         self._tails[layer] = nbytes
 
+    @property
+    def tail_bytes(self) -> int:
+        """Device bytes that no eviction frees."""
+        return sum(self._tails.values())
+
     def count(self, record: BlockRecord) -> None:
         """The block's storage has changed."""
         self._replace(record, contribution(record))

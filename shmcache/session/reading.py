@@ -412,6 +412,7 @@ class Reader:
         core = self._core
         with core.lock:
             both = core.record(id).logical_bytes + core.record(following).logical_bytes
+            both += core.ledger.tail_bytes
         if both > core.options.device_budget_bytes:
             return []
         try:

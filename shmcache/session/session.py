@@ -28,12 +28,13 @@ from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolUsage
-from shmcache.session.backend import CacheBackend, HostMemory
+from shmcache.session.backend import BlockSpec, CacheBackend, HostMemory
 from shmcache.session.gauges import snapshot
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import LiveCacheDiskPolicyEnabled, PagedCacheOptions
 from shmcache.session.parts import SessionParts
 from shmcache.session.reading import CacheBlockLease
+from shmcache.session.records import BlockFile
 from shmcache.session.scans import CachePiece
 from shmcache.states.storage import CacheStoragePhase
 from shmcache.telemetry import CacheResidencyReport
@@ -130,6 +131,21 @@ class CacheSession:
         with core.order:
             self._check_open()
             parts.tails.append(core.layers[usize(layer, "layer")], arrays)
+
+    def import_block(
+        self, layer: int, start: int, end: int, spec: BlockSpec, file: BlockFile
+    ) -> None:
+        """Let a layer continue with a block of a prompt cache, which is read when it is leased.
+
+        Contract: the file is not charged and not deleted, and the block survives sliding discards.
+
+        Errors: InvalidTokenRange unless it starts where the layer ends; ArrayMismatch.
+        """
+        core = self._core
+        with core.order:
+            self._check_open()
+            found = core.layers[usize(layer, "layer")]
+            self._parts.tails.import_block(found, start, end, spec, file)
 
     def position(self, layer: int) -> int:
         """How many tokens the layer has, those included that have been discarded."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from shmcache.errors import CacheResidencyError
 from shmcache.policy.identity import CacheBlockId
+from shmcache.session.backend import BlockSpec
 from shmcache.session.balance import Balance
 from shmcache.session.core import SessionCore
 from shmcache.session.layers import Layer, appended_spec, check_like
-from shmcache.session.records import BlockRecord, Tail
+from shmcache.session.records import BlockFile, BlockRecord, Tail
 from shmcache.session.shrinking import Shrinking
 from shmcache.states.lifecycle import MutableCacheTail
 from shmcache.states.storage import CacheBlockStorage
@@ -56,6 +58,28 @@ class Tails:
                 with core.lock:
                     core.layer_specs.pop(number, None)
             raise
+
+    def import_block(
+        self, layer: Layer, start: int, end: int, spec: BlockSpec, file: BlockFile
+    ) -> None:
+        """A block that exists as a file, right behind what the layer has.
+
+        Errors: InvalidTokenRange when it is elsewhere, or when a tail is in the way.
+        """
+        core, number = self._core, layer.global_layer
+        id = core.layers.block_id(layer, start, end)
+        with core.lock:
+            core.check_open()
+            known = core.layer_specs.get(number)
+            if known is not None:
+                check_like(layer, spec, known)
+            if start != self.position(number) or number in core.tails:
+                raise CacheResidencyError.InvalidTokenRange(start, end)
+            record = BlockRecord(id, spec, CacheBlockStorage.disk(id, file), imported=True)
+            core.insert(record, core.layers.is_prefix(end))
+            core.layer_specs.setdefault(number, spec)
+            core.set_tail(number, MutableCacheTail(0, end))
+            core.publish()
 
     def position(self, layer: int) -> int:
         """Where the layer's next token goes; with the lock held."""
