@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-import msgspec
 from rich.table import Table
 
 from shmcache import ArenaClass, ArenaHolding, ArenaReport, CacheResidencyPool
@@ -28,10 +27,10 @@ def arena(name: str) -> Answer:
     states = {f"{state}_bytes": getattr(report, f"{state}_bytes") for state in _STATES}
     document = {
         "name": name,
-        **msgspec.to_builtins(report),
+        **{field: getattr(report, field) for field in report.__struct_fields__},
         **states,
         "fragmentation": report.fragmentation,
-        "holdings": msgspec.to_builtins(holdings),
+        "holdings": holdings,
     }
     return Answer(document, (_heading(report), *_tables(report, holdings)))
 

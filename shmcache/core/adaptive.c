@@ -1,18 +1,18 @@
-/* adaptive.c: the default policy, which learns how likely a block of which kind is to be used again.
+/* adaptive.c: the default policy, which learns which kinds of blocks are used again, and when.
  *
  * Why         Three quarters of all blocks are never read again, and those of one conversation are
  *             read together or not at all. Age alone (LRU) fills the arena with blocks that nobody
  *             will ask for; how a block has been used so far says much more.
  * Contract    Called with the lock held, by eviction.c. Blocks with children are not candidates.
  *             The others are in four queues by kind: never used and never had a child, never used,
- *             used once, used more often; uses before an eviction count, as far as a ghost
- *             remembers. Per kind and age a table says how many uses one more block-and-access of
+ *             used once, used more often; uses before an eviction count, as far as ghosts
+ *             remember. Per kind and age a table says how many uses one more block-and-access of
  *             waiting is worth; the candidate with the least worth goes: one of the two oldest or
  *             the newest of each queue.
  * Invariants  Whatever the learned words hold, the answer is a candidate of the class, or none:
  *             they are hints, written by the holder of the lock outside any record.
- * Cost        O(1) per use, store and eviction: at most 12 candidates, one set of 8 ghosts. Once per
- *             an eighth of the capacity, a table of 100 entries is computed anew.
+ * Cost        O(1) per use, store and eviction: at most 12 candidates, one set of 8 ghosts. Once
+ *             per eighth of the capacity a table of 100 entries is computed anew.
  * Source      Least hit density (Beckmann et al., LHD); Gittins index over learned hazards, with
  *             blocks that still wait counted as exposed (Kaplan, Meier). docs/performance.md has
  *             the hit rates on recorded traffic.
@@ -253,7 +253,7 @@ static void count_exposed(const struct shmc_handle *handle, const struct learned
     }
 }
 
-/* Chance of a use at each age, for those that waited so long; few observations lean on the prior. */
+/* Chance of a use at each age, of those that waited so long; the prior helps where few were. */
 static void hazards(const uint64_t *used, const double *exposed, const double *prior,
                     double *chance)
 {
@@ -400,7 +400,7 @@ static void consider(const struct shmc_handle *handle, uint32_t kind, uint32_t n
     uint64_t worth = learned->worth[kind][bucket_of(learned, since(handle, clock))];
     bool better = choice->block == SHMC_NO_INDEX || worth < choice->worth ||
                   (worth == choice->worth && !newest && clock < choice->clock);
-    /* The newest is leased as a rule, by whoever stores the run that it ends; the oldest are not. */
+    /* The newest is leased as a rule, by whoever stores the run that it ends; the oldest not. */
     if (better && !(newest && shmc_is_pinned(handle, next - 1)))
         *choice = (struct choice){.block = next - 1, .worth = worth, .clock = clock};
 }
