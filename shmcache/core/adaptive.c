@@ -50,11 +50,12 @@ struct learned {
 
 _Static_assert(sizeof(struct learned) <= SHMC_LEARNED_WORDS * sizeof(uint64_t), "must fit");
 
-/* One word per ghost: fingerprint (20 bits), uses (2), kind (2), clock at the last use (40). */
-#define GHOST_FINGERPRINT(word) ((word) >> 44)
-#define GHOST_USES(word)        ((word) >> 42 & 3u)
-#define GHOST_KIND(word)        ((word) >> 40 & 3u)
-#define GHOST_CLOCK(word)       ((word) & 0xffffffffffull)
+/* Half a word per ghost: fingerprint (12 bits), uses (2), kind (2), time of the last use (16) in parts
+ * of the capacity. */
+#define GHOST_FINGERPRINT(word) ((word) >> 20)
+#define GHOST_USES(word)        ((word) >> 18 & 3u)
+#define GHOST_KIND(word)        ((word) >> 16 & 3u)
+#define GHOST_TIME(word)        ((word) & 0xffffu)
 
 static struct learned *learned_of(const struct shmc_handle *handle)
 {
@@ -128,43 +129,58 @@ static void end_wait(struct shmc_handle *handle, uint64_t kind, uint64_t clock, 
 
 /* ---- ghosts: keys of evicted blocks -------------------------------------------------------- */
 
-static uint64_t fingerprint_of(uint64_t tag)
+static uint32_t fingerprint_of(uint64_t tag)
 {
-    uint64_t fingerprint = tag >> 2 & 0xfffffu;
+    uint32_t fingerprint = (uint32_t)(tag >> 2) & 0xfffu;
     return fingerprint != 0 ? fingerprint : 1;
 }
 
 /* The set of a key; NULL when there is no room for ghosts. */
-static uint64_t *ghost_set(const struct shmc_handle *handle, uint64_t tag)
+static uint32_t *ghost_set(const struct shmc_handle *handle, uint64_t tag)
 {
     uint64_t sets = handle->header.ghosts_max / GHOST_WAYS;
-    return sets != 0 ? handle->ghosts + (tag >> 22) % sets * GHOST_WAYS : NULL;
+    return sets != 0 ? handle->ghosts + (tag >> 14) % sets * GHOST_WAYS : NULL;
 }
 
-static uint64_t *find_ghost(const struct shmc_handle *handle, uint64_t tag)
+static uint32_t *find_ghost(const struct shmc_handle *handle, uint64_t tag)
 {
-    uint64_t *set = ghost_set(handle, tag);
+    uint32_t *set = ghost_set(handle, tag);
     for (uint32_t way = 0; set != NULL && way < GHOST_WAYS; way++)
         if (GHOST_FINGERPRINT(set[way]) == fingerprint_of(tag))
             return &set[way];
     return NULL;
 }
 
+static uint64_t part_length(const struct learned *learned)
+{
+    return (capacity_of(learned) + AGE_PARTS - 1) / AGE_PARTS;
+}
+
+/* The clock at the ghost's last use, to a part of the capacity. */
+static uint64_t ghost_clock(const struct shmc_handle *handle, uint32_t ghost)
+{
+    uint64_t length = part_length(learned_of(handle));
+    uint64_t now = handle->control->clock / length;
+    uint64_t age = (now - GHOST_TIME(ghost)) & 0xffffu;
+    return age < now ? (now - age) * length : 0;
+}
+
 /* Remembers an evicted block in the place of the ghost that waits for longest. */
 static void put_ghost(struct shmc_handle *handle, uint64_t tag, uint64_t uses, uint64_t kind,
                       uint64_t clock)
 {
-    uint64_t *set = ghost_set(handle, tag);
-    uint64_t *victim = set;
+    uint32_t *set = ghost_set(handle, tag);
+    uint32_t *victim = set;
     if (set == NULL)
         return;
     for (uint32_t way = 0; way < GHOST_WAYS; way++)
-        if (*victim != 0 && (set[way] == 0 || GHOST_CLOCK(set[way]) < GHOST_CLOCK(*victim)))
+        if (*victim != 0 &&
+            (set[way] == 0 || ghost_clock(handle, set[way]) < ghost_clock(handle, *victim)))
             victim = &set[way];
     if (*victim != 0)
-        end_wait(handle, GHOST_KIND(*victim), GHOST_CLOCK(*victim), false);
-    *victim =
-        fingerprint_of(tag) << 44 | minimum(uses, 3) << 42 | kind << 40 | (clock & 0xffffffffffull);
+        end_wait(handle, GHOST_KIND(*victim), ghost_clock(handle, *victim), false);
+    *victim = fingerprint_of(tag) << 20 | (uint32_t)minimum(uses, 3) << 18 | (uint32_t)kind << 16 |
+              (uint32_t)(clock / part_length(learned_of(handle)) & 0xffffu);
 }
 
 /* ---- kinds --------------------------------------------------------------------------------- */
@@ -200,9 +216,9 @@ uint64_t shmc_adaptive_stored(struct shmc_handle *handle, uint64_t block, uint64
     if (!is_observed(handle, handle->blocks[block].key, &tag))
         return inherited_uses;
     uint64_t uses = 0;
-    uint64_t *ghost = find_ghost(handle, tag);
+    uint32_t *ghost = find_ghost(handle, tag);
     if (ghost != NULL) {
-        end_wait(handle, GHOST_KIND(*ghost), GHOST_CLOCK(*ghost), true);
+        end_wait(handle, GHOST_KIND(*ghost), ghost_clock(handle, *ghost), true);
         uses = GHOST_USES(*ghost) + 1;
         *ghost = 0;
     }
@@ -358,6 +374,7 @@ static void measure(const struct shmc_handle *handle, struct learned *learned)
     if (blocks <= before + before / 4 && blocks + blocks / 4 >= before)
         return;
     memset(learned, 0, sizeof *learned);
+    memset(handle->ghosts, 0, handle->header.ghosts_max * sizeof *handle->ghosts);
     learned->capacity = blocks;
     learned->epoch = control->clock / (capacity_of(learned) / 2);
 }

@@ -242,18 +242,26 @@ cdef class Arena(Attachment):
     def lookup(self, key):
         """A lease on the block published under the key, or None."""
         cdef uint64_t[4] words
+        cdef shmc_lease found_lease
         cdef uint64_t found = 0
-        cdef int status
+        cdef int status = SHMC_FORKED
+        cdef Lease lease
         _read_key(key, words)
-        cdef Lease lease = Lease.__new__(Lease)
-        status = shmc_match(self._handle, words, 1, &lease._one, &found) if not self._closed \
-            else SHMC_FORKED
+        if not self._closed:
+            status = shmc_match(self._handle, words, 1, &found_lease, &found)
         if status != SHMC_OK:
-            found = self._match_slowly(status, words, 1, &lease._one)
+            found = self._match_slowly(status, words, 1, &found_lease)
         if found == 0:
             return None
+        try:
+            lease = Lease.__new__(Lease)
+        except MemoryError:
+            shmc_release(self._handle, &found_lease, 1)
+            raise
+        lease._one = found_lease
         lease._hold(self, 1)
         if self._verifies() and self._faithful(&lease._one, words, 1) == 0:
+            lease._released = True
             return None
         return lease
 

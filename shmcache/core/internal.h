@@ -62,7 +62,7 @@ struct shmc_handle {
     struct shmc_block *blocks;
     uint64_t *index;
     uint64_t *learned;
-    uint64_t *ghosts;
+    uint32_t *ghosts;
     uint8_t *write_base; /* of the arena; NULL for an observer */
     uint8_t *read_base;  /* the same bytes, not writable */
     uint64_t arena_bytes;

@@ -22,7 +22,7 @@
  *   blocks         128 x blocks_max                   redo record; payload before commit
  *   index          64 x index_buckets                 redo record
  *   pins           row of blocks_max bits per owner   its owner or a cleaner, no lock
- *   policy         4096 + 8 x ghosts_max              holder of the lock, plain; a hint
+ *   policy         4096 + 4 x ghosts_max              holder of the lock, plain; a hint
  *   rings          128 + 8 x ring_entries, per owner  its owner, no lock
  *   telemetry      512 x owners_max                   its owner, no lock; only grows
  *   events         64 x SHMC_EVENTS_MAX               anyone, no lock; a hint

@@ -117,7 +117,8 @@ static void fill_layout(struct shmc_header *header)
             header->index_buckets * (uint64_t)SHMC_BUCKET_ENTRIES * sizeof(uint64_t),
         [SHMC_REGION_PINS] = shmc_pin_row_bytes(g->blocks_max) * g->owners_max,
         [SHMC_REGION_POLICY] =
-            arena ? (SHMC_LEARNED_WORDS + (uint64_t)header->ghosts_max) * sizeof(uint64_t) : 0,
+            arena ? SHMC_LEARNED_WORDS * sizeof(uint64_t) + header->ghosts_max * sizeof(uint32_t)
+                  : 0,
         [SHMC_REGION_RINGS] = arena ? shmc_ring_bytes(header) * g->owners_max : 0,
         [SHMC_REGION_TELEMETRY] = g->owners_max * sizeof(struct shmc_telemetry_row),
         [SHMC_REGION_EVENTS] = SHMC_EVENTS_MAX * sizeof(struct shmc_event),
@@ -366,7 +367,7 @@ static void point_at_regions(struct shmc_handle *handle)
     handle->blocks = shmc_region(handle, SHMC_REGION_BLOCKS);
     handle->index = shmc_region(handle, SHMC_REGION_INDEX);
     handle->learned = shmc_region(handle, SHMC_REGION_POLICY);
-    handle->ghosts = handle->learned + SHMC_LEARNED_WORDS;
+    handle->ghosts = (uint32_t *)(handle->learned + SHMC_LEARNED_WORDS);
 }
 
 /* What an owner shows of itself: a nonce, its identity, and a lock that execve drops. */

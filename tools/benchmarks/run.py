@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import Row
 
-_NOT_BENCHMARKS = {"run", "rows", "engine"}
+_NOT_BENCHMARKS = {"run", "rows", "engine", "arena_reader"}
 
 
 def main() -> None:

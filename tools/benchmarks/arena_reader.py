@@ -1,0 +1,138 @@
+"""Processes that only read an arena, for arena.py: run as a program, prints figures as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rows import median_ns
+
+import shmcache as sc
+
+_SECONDS = 0.6
+
+
+def reader_figures(name: str, count: int, nbytes: int) -> dict[str, float]:
+    """Figures of one reader, and of two that read together, alternating with one alone."""
+    figures: dict[str, float] = json.loads(_start(name, count, nbytes, "calls").communicate()[0])
+    together, ratios = [], []
+    for _ in range(5):
+        alone = _blocks_per_second(name, count, nbytes, 1)
+        together.append(_blocks_per_second(name, count, nbytes, 2))
+        ratios.append(together[-1] / alone)
+    figures["two_blocks_per_s"] = statistics.median(together)
+    figures["two_ratio"] = statistics.median(ratios)
+    return figures
+
+
+def _start(name: str, count: int, nbytes: int, what: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, __file__, name, str(count), str(nbytes), what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
+def _blocks_per_second(name: str, count: int, nbytes: int, processes: int) -> float:
+    readers = [_start(name, count, nbytes, "hammer") for _ in range(processes)]
+    for reader in readers:
+        assert reader.stdout is not None
+        reader.stdout.readline()
+    return sum(int(reader.communicate(b"go\n")[0]) for reader in readers) / _SECONDS
+
+
+def _key(number: int) -> bytes:
+    return number.to_bytes(8, "little") * 4
+
+
+def _calls(pool: sc.CacheResidencyPool, count: int, nbytes: int) -> dict[str, float]:
+    dtype, shape = np.dtype(np.uint8), (nbytes,)
+    started = time.perf_counter_ns()
+    with pool.lookup(_key(0)) as lease:  # type: ignore[union-attr]
+        lease.array(dtype, shape)[0]
+    cold_us = (time.perf_counter_ns() - started) / 1e3
+    keys = [_key(number) for number in range(count)]
+    numbers = iter(range(1 << 60))
+
+    def hit() -> None:
+        lease = pool.lookup(keys[next(numbers) % count])
+        lease.array(dtype, shape)  # type: ignore[union-attr]
+        lease.release()  # type: ignore[union-attr]
+
+    figures = {
+        "cold_us": cold_us,
+        "hit_ns": median_ns(hit, calls=20_000),
+        "bare_ns": median_ns(lambda: pool.lookup(keys[1]).release(), calls=20_000),  # type: ignore[union-attr]
+        "miss_ns": median_ns(lambda: pool.lookup(b"absent" + bytes(26)), calls=20_000),
+        "dict_ns": _dict_ns(keys, nbytes),
+    }
+    if (get := _lmdb_get(keys, nbytes)) is not None:
+        figures["lmdb_ns"] = median_ns(get, calls=5_000)
+    return figures
+
+
+def _dict_ns(keys: list[bytes], nbytes: int) -> float:
+    values = {key: bytes(64) for key in keys}
+    numbers = iter(range(1 << 60))
+    return median_ns(
+        lambda: np.frombuffer(values[keys[next(numbers) % len(keys)]], np.uint8), calls=20_000
+    )
+
+
+def _lmdb_get(keys: list[bytes], nbytes: int) -> Callable[[], Any] | None:
+    """A zero-copy get of LMDB as an array, in a read transaction that stays open."""
+    if importlib.util.find_spec("lmdb") is None:
+        return None
+    lmdb = importlib.import_module("lmdb")
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-lmdb-")
+    environment = lmdb.open(folder.name, map_size=256 << 20, sync=False)
+    with environment.begin(write=True) as transaction:
+        for key in keys:
+            transaction.put(key, bytes(nbytes))
+    numbers = iter(range(1 << 60))
+
+    def get() -> Any:
+        assert folder is not None
+        with environment.begin(buffers=True) as transaction:
+            return np.frombuffer(transaction.get(keys[next(numbers) % len(keys)]), np.uint8)
+
+    return get
+
+
+def _hammer(pool: sc.CacheResidencyPool, count: int, nbytes: int) -> int:
+    """How many blocks are leased, read whole and released until the time is over."""
+    keys = [_key(number) for number in range(count)]
+    words = (nbytes // 8,)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    blocks, until = 0, time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        lease = pool.lookup(keys[blocks % count])
+        assert lease is not None
+        lease.array(np.uint64, words).sum()
+        lease.release()
+        blocks += 1
+    return blocks
+
+
+def main() -> None:
+    """One reader."""
+    name, count, nbytes, what = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    pool = sc.CacheResidencyPool.attach(name)
+    if what == "calls":
+        print(json.dumps(_calls(pool, count, nbytes)))
+    else:
+        print(_hammer(pool, count, nbytes))
+
+
+if __name__ == "__main__":
+    main()
