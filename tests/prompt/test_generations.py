@@ -20,7 +20,7 @@ from shmcache import (
     prune_prompt_cache,
     resolve_prompt_cache_root,
 )
-from shmcache.prompt import files, generations, holds
+from shmcache.prompt import files, generations, holds, paths
 from tests.policy.samples import minimal
 from tests.prompt.caches import expected_arrays, named, publish, read_all, tree, write_shards
 from tests.support import Worker, wait_until
@@ -276,6 +276,25 @@ def test_a_generation_becomes_active_while_prune_looks(
 
     monkeypatch.setattr(generations, "prompt_cache_generations", listed)
     prune_prompt_cache(cache)
+    assert label(cache) == "4"
+
+
+def test_a_generation_is_pruned_between_pointer_and_look(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_and_prune() -> None:
+        publish(cache, named("4"), replacing=True)
+        prune_prompt_cache(cache)
+
+    now = once(replace_and_prune)
+    real = paths.is_real_directory
+
+    def look(path: Path) -> bool:
+        now()
+        return real(path)
+
+    monkeypatch.setattr(paths, "is_real_directory", look)
+    assert resolve_prompt_cache_root(cache).is_dir()
     assert label(cache) == "4"
 
 
