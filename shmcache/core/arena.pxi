@@ -95,23 +95,24 @@ cdef class Arena(Attachment):
     cdef bint _linger(self) except -1:
         """While closing: a new owner holds what views look at; False when there is nothing to hold.
 
-        Blocks that are being written cannot be handed over: their views would write into somebody
-        else's memory.
+        Where nobody can join any more (a full table, a pool that has ended) the present owner stays
+        as it is, until the last view has gone.
         """
         cdef shmc_handle *previous = self._handle
         cdef shmc_handle *following
         cdef PyObject *item = self._viewed
         if item == NULL:
             return False
+        self._lingering = True
         following = self._open_same(self._fd)
         self._handle = following
         self._closed = False
         try:
             self._join()
-        except BaseException:
+        except (SegmentError, CachePoolError):
             self._handle = previous
             shmc_close(following)
-            raise
+            return True
         finally:
             self._closed = True
         self._era += 1
@@ -122,7 +123,6 @@ cdef class Arena(Attachment):
         finally:
             self._handle = following
             shmc_close(previous)
-        self._lingering = True
         return True
 
     cdef int _check_closable(self) except -1:
