@@ -358,7 +358,11 @@ def test_staging_is_pruned_before_it_is_held(cache: Path, monkeypatch: pytest.Mo
     """A directory that nobody holds yet looks abandoned; its publisher makes it again."""
     for destination in (cache, cache.with_name("fresh")):
         removed: list[object] = []
-        now = once(lambda d=destination, r=removed: r.extend(prune_prompt_cache(d, 9)))  # type: ignore[misc]
+
+        def prune(destination: Path = destination, removed: list[object] = removed) -> None:
+            removed.extend(prune_prompt_cache(destination, 9))
+
+        now = once(prune)
         real = files.open_directory
 
         def opened(*arguments: Any, now: Any = now, real: Any = real, **more: Any) -> int:
