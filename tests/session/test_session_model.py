@@ -7,6 +7,7 @@ books must equal a count of everything.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.layer import LayerCachePolicy
 from shmcache.session import block_files, disk
 from shmcache.session.session import CacheSession
+from shmcache.states.lifecycle import CacheEvictionPolicy
 from tests.session.counting import recounted
 from tests.session.rig import FULL, Copies, axes, left_in, make, model, published
 
@@ -85,7 +87,6 @@ class SessionModel(RuleBasedStateMachine):
         self.next_value = 1
         self.copies = Copies()
         self.disk_error: OSError | None = None
-        self._real = disk.write_block, disk.read_block
         for name in ("write_block", "read_block"):
             setattr(disk, name, self._failing(getattr(block_files, name)))
 
@@ -108,8 +109,6 @@ class SessionModel(RuleBasedStateMachine):
     def start(
         self, device: int, host: int, files: int, recent: int, lfu: bool, reads_host: bool
     ) -> None:
-        from shmcache.states.lifecycle import CacheEvictionPolicy
-
         policy = list(CacheEvictionPolicy)[lfu]
         self.session = make(
             device=device,
@@ -160,19 +159,13 @@ class SessionModel(RuleBasedStateMachine):
     @rule(layer=layers)
     def discard(self, layer: int) -> None:
         before = self.session.blocks(layer)
-        if self.attempt_discard(layer):
-            for id in set(before) - set(self.session.blocks(layer)):
-                assert LAYERS[layer].attention.window is not None  # type: ignore[union-attr]
-                assert id.end <= len(self.kept[layer]) - WINDOW
-                assert id.end > SINKS
-                self.gone[layer] |= set(range(id.start, id.end))
-
-    def attempt_discard(self, layer: int) -> bool:
-        try:
+        with contextlib.suppress(CacheResidencyError):  # of an old generation's work
             self.session.discard_sliding(layer)
-        except CacheResidencyError:
-            return True  # of an old generation's work; the blocks are gone all the same
-        return True
+        for id in set(before) - set(self.session.blocks(layer)):
+            assert LAYERS[layer].attention.window is not None
+            assert id.end <= len(self.kept[layer]) - WINDOW
+            assert id.end > SINKS
+            self.gone[layer] |= set(range(id.start, id.end))
 
     @rule(pick=st.randoms(use_true_random=False))
     def demote(self, pick: Any) -> None:
@@ -203,7 +196,7 @@ class SessionModel(RuleBasedStateMachine):
         except CacheResidencyError:
             return
         end = len(self.kept[layer])
-        window = LAYERS[layer].attention.window  # type: ignore[union-attr]
+        window = LAYERS[layer].attention.window
         first = 0 if window is None else max(end - window, 0)
         needed = {*range(first, end), *range(min(SINKS, end))}
         assert needed <= set(seen)
@@ -212,10 +205,8 @@ class SessionModel(RuleBasedStateMachine):
     @precondition(lambda self: not self.leases)
     @rule()
     def clear(self) -> None:
-        try:
+        with contextlib.suppress(CacheResidencyError):  # of an old generation's work
             self.session.clear()
-        except CacheResidencyError:
-            pass  # of an old generation's work
         assert self.session.blocks() == []
         for layer in self.kept:
             self.kept[layer], self.gone[layer] = [], set()
@@ -258,6 +249,8 @@ class SessionModel(RuleBasedStateMachine):
                         core.victims.ids(tier), None, recent, core.options.eviction_policy
                     )
         assert core.sums().host <= core.options.host_budget_bytes
+        assert core.sums().device <= core.options.device_budget_bytes
+        assert core.sums().disk <= (core.options.disk_budget_bytes or 0)
 
     @invariant()
     def report_adds_up(self) -> None:
@@ -276,7 +269,8 @@ class SessionModel(RuleBasedStateMachine):
             if hasattr(self, "session"):
                 self.end()
         finally:
-            disk.write_block, disk.read_block = self._real
+            for name in ("write_block", "read_block"):
+                setattr(disk, name, getattr(block_files, name))
             shutil.rmtree(self.folder)
 
     def end(self) -> None:
@@ -285,10 +279,8 @@ class SessionModel(RuleBasedStateMachine):
         for lease in self.leases:
             lease.release()
         self.leases.clear()
-        try:
+        with contextlib.suppress(CacheResidencyError):
             self.session.flush()
-        except CacheResidencyError:
-            pass
         with self.session._core.lock:
             files = {
                 record.storage.backing.path.name
