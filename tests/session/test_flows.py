@@ -230,6 +230,46 @@ def test_clear_cancels_a_read_and_returns_when_its_buffers_are_gone(
         assert content(session) == [0, 1, 2, 3]
 
 
+def test_a_lease_that_waits_for_an_old_generation_is_cancelled() -> None:
+    copies = Copies()
+    with make(copies=copies) as session:
+        grow(session, 4)
+        first = session.blocks()[0]
+        copies.shut()
+        with elsewhere(lambda: session.demote(first)):
+            wait_until(lambda: copies.started == 1, "the copy runs")
+            with elsewhere(lambda: session.lease(first)) as reader, elsewhere(session.clear):
+                wait_until(lambda: session.generation == 1, "it is cleared")
+                copies.open()
+        assert reader == [CacheResidencyError.DiskOperationCancelled(0)]
+
+
+def test_a_write_that_never_ran_gives_its_buffers_back(tmp_path: Path, files: Files) -> None:
+    files.shut()
+    with make(disk=(tmp_path, 640)) as session:
+        grow(session, 12)
+        blocks = session.blocks()
+        for id in blocks:
+            session.demote(id)
+        with elsewhere(lambda: session.demote(blocks[0])):
+            assert files.writing.wait(60)
+            with elsewhere(lambda: session.demote(blocks[1])) as queued:
+                wait_until(lambda: session.report().in_flight_write_blocks == 2, "one is queued")
+                with elsewhere(lambda: session.remove(blocks[2])) as removed:
+                    wait_until(lambda: queued, "it is cancelled")
+                    files.open()
+        assert removed == [None]
+        assert queued == [CacheResidencyError.DiskOperationCancelled(0)]
+        assert [session.phase(id) for id in blocks[:2]] == [Phase.HOST_UNBACKED] * 2
+        assert axes(session.pool.report()) == (0, 80, 0, 0)
+        assert left_in(tmp_path) == []
+        assert content_of(session, blocks[:2]) == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+def content_of(session: CacheSession, ids: list[CacheBlockId]) -> list[int]:
+    return [int(n) for lease in session.window(ids) for n in lease.arrays[0][0, 0, :, 0]]
+
+
 def test_readers_of_one_file_share_its_read(tmp_path: Path, files: Files) -> None:
     with make(disk=(tmp_path, 320)) as session:
         (first,) = on_disk(session)
