@@ -36,6 +36,7 @@ from shmcache.io import (
 from shmcache.policy.attention import AttentionPolicy, LayerSchedule
 from shmcache.policy.fingerprints import (
     derive_prompt_cache_architecture_fingerprint,
+    prompt_cache_layout_fields,
     prompt_cache_token_fingerprint,
 )
 from shmcache.policy.identity import (
@@ -271,6 +272,7 @@ __all__ = [
     "hash_prompt_cache_shard_payload",
     "inspect_prompt_cache",
     "prompt_cache_generations",
+    "prompt_cache_layout_fields",
     "prompt_cache_rank_path",
     "prompt_cache_token_fingerprint",
     "prune_prompt_cache",

@@ -21,6 +21,8 @@ from shmcache.errors import (
     CacheLifecycleError,
     CachePolicyError,
     CachePoolError,
+    CacheResidencyConfigurationError,
+    CacheResidencyError,
     CacheStorageError,
     ContractError,
     LayerScheduleError,
@@ -33,7 +35,7 @@ from shmcache.errors import (
     size_text,
 )
 from shmcache.errors.base import variant
-from shmcache.policy.identity import CacheBlockId, CacheRepresentation
+from shmcache.policy.identity import CacheBlockId, CacheRepresentation, CacheTier
 from shmcache.states.storage import CacheIoOperationKey, CacheIoOperationKind, CacheStoragePhase
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ FAMILIES: tuple[type[ContractError], ...] = (
     PromptCacheError,
     PromptCachePersistenceError,
     LiveCachePublicationError,
+    CacheResidencyConfigurationError,
+    CacheResidencyError,
     TraceError,
 )
 
@@ -154,6 +158,33 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (
         LiveCachePublicationError.Io("link_live_block", Path("/c/x"), OSError(errno.EIO, "no")),
         ("link_live_block", "/c/x", "no"),
+    ),
+    (
+        CacheResidencyConfigurationError.InvalidOptions("device_budget_zero", "why"),
+        ("device_budget_zero", "why"),
+    ),
+    (
+        CacheResidencyConfigurationError.Pool(CachePoolError.InvalidLimits("device_bytes_zero")),
+        ("device_bytes_zero",),
+    ),
+    (CacheResidencyError.Pool(CachePoolError.UnknownManager(41)), ("41",)),
+    (CacheResidencyError.Lifecycle(CacheLifecycleError.MissingBlock(BLOCK)), ("41", "64", "96")),
+    (CacheResidencyError.Storage(CacheStorageError.BackingRequired()), ("backing",)),
+    (CacheResidencyError.IoExecution(CacheIoWorkerError.Cancelled(77)), ("77",)),
+    (CacheResidencyError.Policy(CachePolicyError.Invalid("not_positive")), ("not_positive",)),
+    (CacheResidencyError.PromptCache(PromptCacheError.UnsupportedSchema(7)), ("schema 7",)),
+    (CacheResidencyError.InvalidOptions("why"), ("why",)),
+    (CacheResidencyError.InvalidTokenRange(96, 64), ("96", "64")),
+    (CacheResidencyError.ArrayMismatch("layer 41: why"), ("layer 41: why",)),
+    (CacheResidencyError.MissingResidentArrays(BLOCK), ("41", "64", "96")),
+    (CacheResidencyError.BudgetExceeded(CacheTier.HOST, 26, 20), ("host", "26", "20")),
+    (CacheResidencyError.LiveDiskRequired(26, 20), ("26", "20", "with_live_disk")),
+    (CacheResidencyError.ManagerPoisoned(), ("unusable",)),
+    (CacheResidencyError.DiskOperationCancelled(77), ("77",)),
+    (CacheResidencyError.Runtime("why"), ("why",)),
+    (
+        CacheResidencyError.Io("unlink_live_block", Path("/c/x"), OSError(errno.EIO, "no")),
+        ("unlink_live_block", "/c/x", "no"),
     ),
     (TraceError.Unreadable("a.jsonl", "no such file"), ("'a.jsonl'", "no such file")),
     (TraceError.Malformed(3, "why"), ("line 3", "why")),

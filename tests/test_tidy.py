@@ -44,6 +44,7 @@ LAYERS = {
 IMPLEMENTED = [
     "io.md",
     "lifecycle.md",
+    "persistence.md",
     "policy.md",
     "pool.md",
     "prompt_cache.md",

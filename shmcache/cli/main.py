@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from shmcache.cli import arena, listing, pools, replay, stress, supervise
+from shmcache.cli import arena, listing, pools, prompt, replay, stress, supervise
 from shmcache.cli.answers import Commands
 
 
@@ -36,6 +36,8 @@ for _command in (
     pools.destroy,
     supervise.supervise,
     stress.stress,
+    replay.replay,
+    prompt.prompt,
 ):
     main.add_command(_command)
 

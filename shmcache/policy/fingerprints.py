@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable
 from typing import Final
 
-from shmcache.bounds import instance, u32
+from shmcache.bounds import instance, nz32, u32
 from shmcache.policy.fields import text
 
 _ARCHITECTURE_DOMAIN: Final = "eredu-prompt-cache-architecture-v1"
@@ -74,3 +74,30 @@ def derive_prompt_cache_architecture_fingerprint(
         digest.update(len(component).to_bytes(8, "little"))
         digest.update(component)
     return f"sha256:{digest.hexdigest()}"
+
+
+def prompt_cache_layout_fields(
+    *, framework: str, framework_version: str, memory_layout: str, dtype: str, block_tokens: int
+) -> dict[str, str]:
+    """Facts for the architecture fingerprint that engines tend to leave out.
+
+    Why: a cache whose bytes are intact and mean something else gives wrong text without an error.
+    That happened when an engine changed the order of axes in a release, and when two block sizes
+    met. With these facts in the fingerprint, such a cache is another one.
+
+    Contract: `memory_layout` names the order of axes as the engine does (`"NHD"`, `"HND"`). Of the
+    version counts what a release may break layouts in: `2` of 2.5.1, but `0.26` of 0.26.1.
+
+    Errors: ValueError for an empty text or a block of no tokens.
+    """
+    series = framework_version.split(".")
+    facts = {
+        "layout.framework": framework,
+        "layout.framework_series": ".".join(series[: 2 if series[0] == "0" else 1]),
+        "layout.memory": memory_layout,
+        "layout.dtype": dtype,
+    }
+    for key, fact in facts.items():
+        if not text(fact, key).strip():
+            raise ValueError(f"{key} is empty")
+    return facts | {"layout.block_tokens": str(nz32(block_tokens, "block_tokens"))}

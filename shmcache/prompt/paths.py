@@ -48,11 +48,13 @@ def resolve_prompt_cache_root(directory: StrPath) -> Path:
     `current_unsafe`, `generation_missing`; `Io` `stat_pointer`, `read_pointer`.
     """
     root = Path(directory)
-    name = read_pointer(root)
     generations = root / PROMPT_CACHE_GENERATIONS_DIRECTORY
-    if not (is_real_directory(generations) and is_real_directory(generations / name)):
-        raise PromptCachePersistenceError.MalformedStorage("generation_missing", name)
-    return generations / name
+    missing = None
+    while (name := read_pointer(root)) != missing:
+        if is_real_directory(generations) and is_real_directory(generations / name):
+            return generations / name
+        missing = name  # unless it was replaced and pruned since the pointer was read
+    raise PromptCachePersistenceError.MalformedStorage("generation_missing", name)
 
 
 def read_pointer(directory: Path) -> str:

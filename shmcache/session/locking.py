@@ -35,9 +35,14 @@ class SessionLock:
         self._poisoned = False
         self._born = process_mark()
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child's copy, which owns nothing."""
+        return self._born != process_mark()
+
     def check_process(self) -> None:
-        """Errors: RuntimeError in a forked child, whose copy of the session owns nothing."""
-        if self._born != process_mark():
+        """Errors: RuntimeError in a forked child."""
+        if self.is_foreign:
             raise RuntimeError("this session belongs to the parent process: make one after fork")
 
     def __enter__(self) -> None:
@@ -67,7 +72,7 @@ class SessionLock:
 
     def later(self, call: Callable[[], None]) -> None:
         """Run `call` under the lock, now if it is free, else when it is released. Never waits."""
-        if self._born == process_mark():
+        if not self.is_foreign:
             self._late.append(call)
             self._run_if_free()
 

@@ -55,7 +55,12 @@ class SessionParts:
         self._handles += 1
 
     def close_handle(self) -> None:
-        """One user less, explicitly. Errors: Io, after everything was done."""
+        """One user less, explicitly; nothing in a forked child.
+
+        Errors: Io, after everything was done.
+        """
+        if self.core.lock.is_foreign:
+            return
         with self.core.order:
             with self.core.lock:
                 self._handles -= 1

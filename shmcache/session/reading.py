@@ -342,6 +342,8 @@ class Reader:
     def release(self, id: CacheBlockId, token: CachePoolReservation | None) -> None:
         """An explicit release: then make room where something is over."""
         core = self._core
+        if core.lock.is_foreign:
+            return
         with core.lock:
             self._forget(id)
             quiet = core.background_error is None and not core.closed

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
@@ -128,8 +129,7 @@ class CacheSession:
         Errors: ArrayMismatch, BudgetExceeded, LiveDiskRequired, Pool, Runtime.
         """
         parts, core = self._parts, self._core
-        with core.order:
-            self._check_open()
+        with self._ordered():
             parts.tails.append(core.layers[usize(layer, "layer")], arrays)
 
     def import_block(
@@ -142,8 +142,7 @@ class CacheSession:
         Errors: InvalidTokenRange unless it starts where the layer ends; ArrayMismatch.
         """
         core = self._core
-        with core.order:
-            self._check_open()
+        with self._ordered():
             found = core.layers[usize(layer, "layer")]
             self._parts.tails.import_block(found, start, end, spec, file)
 
@@ -203,8 +202,7 @@ class CacheSession:
         Errors: InvalidTokenRange; Lifecycle(UnexpectedLeaseCount) when somebody reads what would
         go; those of `lease`.
         """
-        with self._core.order:
-            self._check_open()
+        with self._ordered():
             layers = self._core.layers
             self._parts.shrinking.truncate(layers[usize(layer, "layer")], i64(end, "end"))
 
@@ -216,7 +214,7 @@ class CacheSession:
         calls it when the attention of a step is done.
         """
         core = self._core
-        with core.order:
+        with self._ordered():
             start = self._parts.scans.visible_start(usize(layer, "layer"))
             if start is None or core.options.retains_discarded_for_persistence:
                 return 0
@@ -224,7 +222,7 @@ class CacheSession:
 
     def remove(self, id: CacheBlockId) -> None:
         """Drop one block. Errors: Lifecycle(MissingBlock, BlockLeased)."""
-        with self._core.order:
+        with self._ordered():
             self._parts.shrinking.remove(instance(id, CacheBlockId, "id"))
 
     def clear(self) -> None:
@@ -232,7 +230,7 @@ class CacheSession:
 
         Returns when nothing of them is under way any more. Errors: Lifecycle(BlockLeased).
         """
-        with self._core.order:
+        with self._ordered():
             self._parts.shrinking.clear()
 
     # Moving ---------------------------------------------------------------------------------------
@@ -324,6 +322,11 @@ class CacheSession:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a session belongs to its process: it cannot be pickled")
+
+    def _ordered(self) -> AbstractContextManager[object]:
+        """What growth and shrinking take; checked first, a forked child's copy may be locked."""
+        self._check_open()
+        return self._core.order
 
     def _check_open(self) -> None:
         if self.closed:

@@ -46,6 +46,7 @@ class Tails:
                 check_like(layer, spec, known)
             core.layer_specs.setdefault(number, spec)
             tail, books = core.tails.get(number), core.lifecycle.tail(number)
+            allocations = core.telemetry.report.tail_allocations
         sealed: list[CacheBlockId] = []
         done = 0
         try:
@@ -54,8 +55,9 @@ class Tails:
                 self._seal_if_full(layer, sealed)
         except BaseException:
             self._undo(layer, sealed, tail, books)
-            if known is None:
-                with core.lock:
+            with core.lock:
+                core.telemetry.report.tail_allocations = allocations
+                if known is None:
                     core.layer_specs.pop(number, None)
             raise
 
@@ -100,18 +102,9 @@ class Tails:
         grown = Tail(tail.start, filled + count, tail.spec, tail.arrays)
         with core.lock:
             before = core.set_tail(number, MutableCacheTail(_bytes(layer, grown), grown.end))
-            first = before is None or not before.bytes
-            if first:
+            if before is None or not before.bytes:
                 core.telemetry.report.tail_allocations += 1
-        try:
-            self._balance.restore(None)
-        except BaseException:
-            with core.lock:
-                core.restore_tail(number, before)
-                if first:
-                    core.telemetry.report.tail_allocations -= 1
-                core.publish()
-            raise
+        self._balance.restore(None)
         with core.lock:
             core.tails[number] = grown
         return count

@@ -20,7 +20,7 @@ from shmcache import (
     prune_prompt_cache,
     resolve_prompt_cache_root,
 )
-from shmcache.prompt import files, generations, holds
+from shmcache.prompt import files, generations, holds, paths
 from tests.policy.samples import minimal
 from tests.prompt.caches import expected_arrays, named, publish, read_all, tree, write_shards
 from tests.support import Worker, wait_until
@@ -279,6 +279,25 @@ def test_a_generation_becomes_active_while_prune_looks(
     assert label(cache) == "4"
 
 
+def test_a_generation_is_pruned_between_pointer_and_look(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_and_prune() -> None:
+        publish(cache, named("4"), replacing=True)
+        prune_prompt_cache(cache)
+
+    now = once(replace_and_prune)
+    real = paths.is_real_directory
+
+    def look(path: Path) -> bool:
+        now()
+        return real(path)
+
+    monkeypatch.setattr(paths, "is_real_directory", look)
+    assert resolve_prompt_cache_root(cache).is_dir()
+    assert label(cache) == "4"
+
+
 def test_a_generation_is_pruned_while_a_reader_comes(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +358,11 @@ def test_staging_is_pruned_before_it_is_held(cache: Path, monkeypatch: pytest.Mo
     """A directory that nobody holds yet looks abandoned; its publisher makes it again."""
     for destination in (cache, cache.with_name("fresh")):
         removed: list[object] = []
-        now = once(lambda d=destination, r=removed: r.extend(prune_prompt_cache(d, 9)))  # type: ignore[misc]
+
+        def prune(destination: Path = destination, removed: list[object] = removed) -> None:
+            removed.extend(prune_prompt_cache(destination, 9))
+
+        now = once(prune)
         real = files.open_directory
 
         def opened(*arguments: Any, now: Any = now, real: Any = real, **more: Any) -> int:

@@ -4,6 +4,7 @@ test_worked_life.py.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -285,7 +286,10 @@ def test_r15_after_the_end_nothing_is_held(tmp_path: Path) -> None:
         lease = session.lease(session.blocks()[0])
         lease.release()
         assert left_in(tmp_path) != []
+        thread = f"shmcache-disk-{session.id}"
+        assert thread in {each.name for each in threading.enumerate()}
         session.close()
+        assert thread not in {each.name for each in threading.enumerate()}
         assert axes(pool.report()) == (0, 0, 0, 0)
         assert pool.report().managers == 0
         assert left_in(tmp_path) == []
