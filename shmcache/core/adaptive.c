@@ -50,8 +50,8 @@ struct learned {
 
 _Static_assert(sizeof(struct learned) <= SHMC_LEARNED_WORDS * sizeof(uint64_t), "must fit");
 
-/* Half a word per ghost: fingerprint (12 bits), uses (2), kind (2), time of the last use (16) in parts
- * of the capacity. */
+/* Half a word per ghost: fingerprint (12 bits), uses (2), kind (2), and the time of the last use
+ * (16), in parts of the capacity. */
 #define GHOST_FINGERPRINT(word) ((word) >> 20)
 #define GHOST_USES(word)        ((word) >> 18 & 3u)
 #define GHOST_KIND(word)        ((word) >> 16 & 3u)

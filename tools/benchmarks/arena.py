@@ -1,4 +1,4 @@
-"""The arena: store, lease, match, read from two processes, verify, reclaim; beside memcpy and LMDB."""
+"""The arena: store, lease, match, shared reading, verify, reclaim; beside memcpy and LMDB."""
 
 from __future__ import annotations
 
@@ -212,9 +212,7 @@ def _match_rows(pool: sc.CacheResidencyPool, keys: Any) -> list[Row]:
         matches.append(leased - started)
         releases.append(time.perf_counter_ns() - leased)
         assert len(run) == _RUN
-        pool.allocate(64).publish(
-            random.bytes(32)
-        )  # drains the ring, as a worker's next store does
+        pool.allocate(64).publish(random.bytes(32))  # drains the ring
     return [
         Row("match of 2,048 keys among 10^6", statistics.median(matches) / 1e3, "us",
             target="100 us"),
