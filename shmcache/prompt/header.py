@@ -16,10 +16,11 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, TypeGuard
-
-import msgspec
 
 from shmcache.errors import PromptCachePersistenceError
 from shmcache.policy.json_text import read_json
@@ -49,7 +50,7 @@ class ShardArray(NamedTuple):
 class ShardHeader(NamedTuple):
     """What the head of an open file says, and how long that file is."""
 
-    arrays: dict[str, ShardArray]
+    arrays: Mapping[str, ShardArray]
     payload_start: int
     file_bytes: int
 
@@ -84,41 +85,45 @@ def read_shard_header(descriptor: int, path: Path) -> ShardHeader:
         if len(start) < payload_start:
             short = EOFError(f"{len(start)} of {payload_start} bytes")
             raise PromptCachePersistenceError.Io("read_header", path, short) from short
-    arrays = parse_shard_header(start[_LENGTH_BYTES:payload_start], path)
+    arrays = _arrays(start[_LENGTH_BYTES:payload_start], path)
     return ShardHeader(arrays, payload_start, status.st_size)
 
 
-def parse_shard_header(text: bytes, path: Path) -> dict[str, ShardArray]:
+def _arrays(text: bytes, path: Path) -> Mapping[str, ShardArray]:
+    try:
+        return _parse_again(text) if len(text) <= _FIRST_READ_BYTES else _parse(text)
+    except ValueError as error:
+        message = str(error)
+        raise PromptCachePersistenceError.MalformedShard(path, "header_json", message) from None
+
+
+def _parse(text: bytes) -> Mapping[str, ShardArray]:
     """The arrays that the JSON of a header names; where they lie is not judged.
 
-    Errors: `PromptCachePersistenceError.MalformedShard` `header_json`.
+    Errors: ValueError; msgspec's is one.
     """
     if not text.startswith(b"{"):
-        _malformed(path, "header_json", "no object")
-    try:
-        document = read_json(text)
-    except msgspec.DecodeError as error:
-        _malformed(path, "header_json", str(error))
+        raise ValueError("no object")
+    document = read_json(text)
     # JSON's minus zero is a float to the library and the integer 0 to Python.
     if b"-0" in text and _MINUS_ZERO.search(_STRING.sub(b"", text)):
-        _malformed(path, "header_json", "minus zero")
+        raise ValueError("minus zero")
     if METADATA in document:
         metadata = document.pop(METADATA)
         if not isinstance(metadata, dict) or not all(
             isinstance(value, str) for value in metadata.values()
         ):
-            _malformed(path, "header_json", "metadata that is no map of texts")
-    arrays = {name: _array(entry) for name, entry in document.items()}
-    for name, array in arrays.items():
-        if array is None:
-            _malformed(path, "header_json", f"the entry of {name!r}")
-    return arrays  # type: ignore[return-value]
+            raise ValueError("metadata that is no map of texts")
+    return MappingProxyType({name: _array(name, entry) for name, entry in document.items()})
 
 
-def _array(entry: Any) -> ShardArray | None:
-    """What an entry says; None if it is not of an array's form."""
+# The shards of a cache have the same few headers, thousands of times.
+_parse_again: Final = lru_cache(maxsize=256)(_parse)
+
+
+def _array(name: str, entry: Any) -> ShardArray:
     if not isinstance(entry, dict):
-        return None
+        raise ValueError(f"the entry of {name!r} is no object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (
         isinstance(dtype, str)
@@ -127,7 +132,7 @@ def _array(entry: Any) -> ShardArray | None:
         and _are_counts(offsets)
         and len(offsets) == 2
     ):
-        return None
+        raise ValueError(f"the entry of {name!r} is no array's")
     return ShardArray(dtype, tuple(shape), *offsets)
 
 

@@ -47,6 +47,11 @@ class BlockSpec(NamedTuple):
     arrays: tuple[ArraySpec, ...]
 
     @property
+    def tokens(self) -> int:
+        """How many tokens each array has."""
+        return self.arrays[0].shape[-2]
+
+    @property
     def logical_bytes(self) -> int:
         """Bytes of all elements, without what an allocator adds."""
         return sum(array.nbytes for array in self.arrays)

@@ -41,7 +41,7 @@ class _AwaitWrite(NamedTuple):
     ticket: Ticket
 
 
-_Step = _Finish | _LeaveHost | _AwaitWrite
+Step = _Finish | _LeaveHost | _AwaitWrite
 
 
 class Balance:
@@ -57,16 +57,21 @@ class Balance:
 
         Errors: the background error, once; BudgetExceeded, LiveDiskRequired, Pool, Runtime.
         """
-        core = self._core
-        while True:
-            with core.lock:
-                step = self._next(required, allow_recent)
-            if step is None:
-                return
+        with self._core.lock:
+            step = self.look(required, allow_recent)
+        self.go_on(step, required, allow_recent)
+
+    def go_on(
+        self, step: Step | None, required: CacheBlockId | None, allow_recent: bool = False
+    ) -> None:
+        """Carry out what `look` has found, and look again until there is nothing left."""
+        while step is not None:
             if isinstance(step, _LeaveHost) and not step.awaited:
                 self._write_ahead(step.id)
                 return
             self._carry_out(step)
+            with self._core.lock:
+                step = self.look(required, allow_recent)
 
     def free_host(
         self,
@@ -93,19 +98,25 @@ class Balance:
 
     # One round, with the lock held ----------------------------------------------------------------
 
-    def _next(self, required: CacheBlockId | None, allow_recent: bool) -> _Step | None:
+    def look(self, required: CacheBlockId | None, allow_recent: bool = False) -> Step | None:
+        """Publish, and say what must be done now; None when nothing is over.
+
+        The caller of a change looks under the lock that it made the change under.
+        """
         core = self._core
-        core.check_open()
-        core.raise_background_error()
-        used, sums = core.publish(), core.sums()
-        limits = core.pool.limits
+        if core.closed:
+            core.check_open()
+        if core.background_error is not None:
+            core.raise_background_error()
+        used, sums = core.publish(), core.published
+        limits = core.limits
         while sums.device > core.options.device_budget_bytes or (
             used.device_bytes > limits.device_bytes
         ):
             step = self._device_step(sums, used, required, allow_recent)
             if step is not None:
                 return step
-            used, sums = core.publish(), core.sums()
+            used, sums = core.publish(), core.published
         if sums.host > core.options.host_budget_bytes or (
             used.host_bytes > limits.host_bytes and not core.memory.pool_evicts
         ):
@@ -122,7 +133,7 @@ class Balance:
         used: CachePoolUsage,
         required: CacheBlockId | None,
         allow_recent: bool,
-    ) -> _Step | None:
+    ) -> Step | None:
         """What to wait for; None when a step was done that needs no waiting."""
         core = self._core
         operation = core.pending_demotion()
@@ -159,9 +170,7 @@ class Balance:
         budget = core.options.device_budget_bytes
         if sums.device > budget:
             return CacheResidencyError.BudgetExceeded(CacheTier.DEVICE, sums.device, budget)
-        return _pool_refusal(
-            CachePoolResource.DEVICE, used.device_bytes, core.pool.limits.device_bytes
-        )
+        return _pool_refusal(CachePoolResource.DEVICE, used.device_bytes, core.limits.device_bytes)
 
     def _host_step(
         self,
@@ -193,7 +202,7 @@ class Balance:
         self, sums: Sums, used: CachePoolUsage, required: CacheBlockId | None
     ) -> _LeaveHost | _AwaitWrite:
         core = self._core
-        budget, limit = core.options.host_budget_bytes, core.pool.limits.host_bytes
+        budget, limit = core.options.host_budget_bytes, core.limits.host_bytes
         victim = core.victims.candidate(CacheTier.HOST, required, 0)
         if victim is not None:
             return _LeaveHost(victim)
@@ -211,7 +220,7 @@ class Balance:
             return False
         if sums.host >= core.options.host_budget_bytes:
             return True
-        return used.host_bytes >= core.pool.limits.host_bytes and not core.memory.pool_evicts
+        return used.host_bytes >= core.limits.host_bytes and not core.memory.pool_evicts
 
     def _disk_has_room(self, id: CacheBlockId, sums: Sums) -> bool:
         """A write ahead of need is not worth a failure."""
@@ -222,7 +231,7 @@ class Balance:
 
     # Between rounds, without the lock -------------------------------------------------------------
 
-    def _carry_out(self, step: _Step) -> None:
+    def _carry_out(self, step: Step) -> None:
         if isinstance(step, _Finish):
             self._demotions.finish(step.operation)
         elif isinstance(step, _AwaitWrite):

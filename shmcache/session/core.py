@@ -32,7 +32,7 @@ from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolUsage
 from shmcache.session.backend import BlockSpec, CacheBackend, HostCopyOperation, HostMemory
 from shmcache.session.layers import ModelLayers
-from shmcache.session.ledger import Ledger, Sums
+from shmcache.session.ledger import Ledger, Peaks, Sums
 from shmcache.session.locking import SessionLock
 from shmcache.session.options import LiveCacheDiskPolicyEnabled, PagedCacheOptions
 from shmcache.session.records import BlockRecord, Contribution, Tail
@@ -42,11 +42,6 @@ from shmcache.states.storage import CacheIoOperationKey, CacheStoragePhase
 from shmcache.telemetry import CacheResidencyTelemetry
 
 _P = CacheStoragePhase
-_MOVABLE = {
-    _P.DEVICE: CacheTier.DEVICE,
-    _P.HOST_UNBACKED: CacheTier.HOST,
-    _P.HOST_BACKED: CacheTier.HOST,
-}
 _WRAPPED: dict[type[ContractError], type[CacheResidencyError]] = {
     CachePoolError: CacheResidencyError.Pool,
     CacheLifecycleError: CacheResidencyError.Lifecycle,
@@ -96,6 +91,8 @@ class SessionCore:
         self.tails: dict[int, Tail] = {}
         self.layer_specs: dict[int, BlockSpec] = {}
         self.ledger = Ledger()
+        self.peaks = Peaks(options)
+        self.published = self.sums()
         self.victims = EvictionIndex(self.lifecycle, options.eviction_policy)
         self.telemetry = CacheResidencyTelemetry(queue_capacity=queue)
         self.queue_capacity = queue
@@ -108,6 +105,7 @@ class SessionCore:
         self._operations = 0
         self._demoting: dict[CacheBlockId, HostCopyOperation] = {}
         self.pool = pool
+        self.limits = pool.limits
         with wrapped():
             self._membership = pool.register_manager(session_id)
         self.id = self._membership.manager
@@ -148,12 +146,16 @@ class SessionCore:
 
     def insert(self, record: BlockRecord, protected_prefix: bool) -> None:
         """A new block. Errors: Lifecycle(DuplicateBlock, AccessClockOverflow)."""
-        with self.adopting(record):
+        self.add(record)
+        try:
             self.lifecycle.insert(record.id, protected_prefix)
+        except CacheLifecycleError as error:
+            self.drop(record)
+            raise CacheResidencyError.Lifecycle(error) from error
+        self.changed(record)
 
-    @contextlib.contextmanager
-    def adopting(self, record: BlockRecord) -> Iterator[None]:
-        """Inside, the lifecycle gets the block; then the others have it, too.
+    def add(self, record: BlockRecord) -> None:
+        """A record that the lifecycle gets next; then comes `changed`, or `drop` if it refuses.
 
         The record comes first, so that `recount` finds whatever was cut short.
 
@@ -162,14 +164,12 @@ class SessionCore:
         if record.id in self.records:
             raise CacheResidencyError.Lifecycle(CacheLifecycleError.DuplicateBlock(record.id))
         self.records[record.id] = record
-        try:
-            with wrapped():
-                yield
-        except ContractError:
-            del self.records[record.id]
-            raise
         self._by_layer.setdefault(record.id.global_layer, {})[record.id] = None
-        self.changed(record)
+
+    def drop(self, record: BlockRecord) -> None:
+        """Undo `add`."""
+        del self.records[record.id]
+        del self._by_layer[record.id.global_layer][record.id]
 
     def forget(self, id: CacheBlockId) -> BlockRecord:
         """The lifecycle has lost the block; now the others lose it, too."""
@@ -183,7 +183,12 @@ class SessionCore:
     def changed(self, record: BlockRecord) -> None:
         """The block's storage has made a transition."""
         self.ledger.count(record)
-        self.victims.place(record.id, _MOVABLE.get(record.storage.phase))
+        phase, tier = record.storage.phase, None
+        if phase is _P.DEVICE:
+            tier = CacheTier.DEVICE
+        elif phase is _P.HOST_UNBACKED or phase is _P.HOST_BACKED:
+            tier = CacheTier.HOST
+        self.victims.place(record.id, tier)
         operation = record.storage.host_demotion
         if operation is not None:
             self._demoting[record.id] = operation
@@ -199,14 +204,10 @@ class SessionCore:
 
     def acquire(self, id: CacheBlockId) -> None:
         """One lease more. Errors: Lifecycle(...)."""
-        with wrapped():
+        try:
             self.lifecycle.acquire(id)
-        self.victims.touch(id)
-
-    def release(self, id: CacheBlockId) -> None:
-        """One lease less. Errors: Lifecycle(...)."""
-        with wrapped():
-            self.lifecycle.release(id)
+        except CacheLifecycleError as error:
+            raise wrap(error) from error
         self.victims.touch(id)
 
     def replace(
@@ -279,17 +280,20 @@ class SessionCore:
     # Telling --------------------------------------------------------------------------------------
 
     def publish(self, handover: CachePoolReservation | None = None) -> CachePoolUsage:
-        """Tell the pool and the telemetry what is held; what all sessions hold.
+        """Tell the pool what is held; what all sessions hold.
 
         `handover` is released in the same step: its charge has become part of what is published.
 
         Errors: Pool(...).
         """
-        sums = self.write_levels()
-        with wrapped():
+        sums = self.published = self.sums()
+        self.peaks.see(sums)
+        try:
             if handover is None:
                 return self.pool.update_manager(self.id, sums.usage())
             return self.pool.publish_and_release(self.id, sums.usage(), handover)
+        except CachePoolError as error:
+            raise CacheResidencyError.Pool(error) from error
 
     def reserve(self, *, host: int = 0, transfer: int = 0, disk: int = 0) -> CachePoolReservation:
         """Admission to the pool. Errors: Pool(BudgetExceeded)."""
@@ -312,19 +316,3 @@ class SessionCore:
     def end(self) -> None:
         """Leave the pool."""
         self._membership.release()
-
-    def write_levels(self) -> Sums:
-        """Bring the byte gauges and their peaks up to date; the sums they were taken from."""
-        sums = self.sums()
-        report = self.telemetry.report
-        report.current_device_bytes = sums.device
-        report.current_host_bytes = sums.host
-        report.current_disk_bytes = sums.disk + sums.imported
-        report.in_flight_write_bytes = sums.write
-        report.in_flight_host_demotion_bytes = sums.demotion
-        self.telemetry.advance_peaks(
-            self.options.device_budget_bytes,
-            self.options.host_budget_bytes,
-            self.options.disk_budget_bytes,
-        )
-        return sums

@@ -41,7 +41,7 @@ def snapshot(core: SessionCore) -> CacheResidencyReport:
         setattr(report, name, sum(getattr(row, name) for row in rows.values()))
     reached = (row.logical_cached_tokens for row in rows.values())
     report.logical_cached_tokens = max(reached, default=0)
-    core.write_levels()
+    _write_levels(core)
     if core.options.process_sampling_enabled:
         sample_process(report)
     core.telemetry.finalize_snapshot(
@@ -51,6 +51,21 @@ def snapshot(core: SessionCore) -> CacheResidencyReport:
         core.options.disk_budget_bytes,
     )
     return copy.deepcopy(report)
+
+
+def _write_levels(core: SessionCore) -> None:
+    """The bytes of this instant, and the peaks that were seen between reports."""
+    report, sums, peaks = core.telemetry.report, core.sums(), core.peaks
+    report.current_device_bytes = sums.device
+    report.current_host_bytes = sums.host
+    report.current_disk_bytes = sums.disk + sums.imported
+    report.in_flight_write_bytes = sums.write
+    report.in_flight_host_demotion_bytes = sums.demotion
+    report.peak_device_bytes = peaks.device
+    report.peak_host_bytes = peaks.host
+    report.peak_disk_bytes = peaks.disk
+    report.peak_in_flight_write_bytes = peaks.write
+    report.peak_in_flight_host_demotion_bytes = peaks.demotion
 
 
 def _rows(core: SessionCore) -> dict[int, CacheLayerResidencyStats]:

@@ -101,8 +101,10 @@ class ModelLayers:
         return end <= self.prefix_tokens
 
 
-def appended_spec(backend: CacheBackend[Any], layer: Layer, arrays: Sequence[Any]) -> BlockSpec:
-    """What was handed in, checked against the layer.
+def appended_spec(
+    backend: CacheBackend[Any], layer: Layer, arrays: Sequence[Any], like: BlockSpec | None
+) -> BlockSpec:
+    """What was handed in, checked against the layer and, if it has blocks, against those.
 
     Errors: `CacheResidencyError.ArrayMismatch`, with the array's name.
     """
@@ -118,7 +120,10 @@ def appended_spec(backend: CacheBackend[Any], layer: Layer, arrays: Sequence[Any
         if shape != expected or not batch:
             raise _mismatch(layer, f"{name} has shape {shape}, expected {expected}")
         specs.append(ArraySpec(name, shape, dtype))
-    return BlockSpec(tuple(specs))
+    spec = BlockSpec(tuple(specs))
+    if like is not None:
+        check_like(layer, spec, like)
+    return spec
 
 
 def check_like(layer: Layer, spec: BlockSpec, earlier: BlockSpec) -> None:

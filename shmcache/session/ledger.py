@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shmcache.policy.identity import CacheBlockId, CacheTier
+from shmcache.policy.identity import CacheBlockId
 from shmcache.pool.values import CachePoolUsage
 from shmcache.session.backend import HostAllocation
+from shmcache.session.options import PagedCacheOptions
 from shmcache.session.records import (
     BlockRecord,
     Contribution,
@@ -48,6 +49,33 @@ class Sums(NamedTuple):
     def usage(self) -> CachePoolUsage:
         """What the pool is told."""
         return CachePoolUsage(self.device, self.host_charge, self.write + self.demotion, self.disk)
+
+
+class Peaks:
+    """The largest levels so far; of the first three, those within their budgets.
+
+    Why: a level above its budget is taken back, and would be a peak that nobody was granted.
+    """
+
+    def __init__(self, options: PagedCacheOptions) -> None:
+        self._device_budget = options.device_budget_bytes
+        self._host_budget = options.host_budget_bytes
+        self._disk_budget = options.disk_budget_bytes
+        self.device = self.host = self.disk = self.write = self.demotion = 0
+
+    def see(self, sums: Sums) -> None:
+        """A level that was published."""
+        if self.device < sums.device <= self._device_budget:
+            self.device = sums.device
+        if self.host < sums.host <= self._host_budget:
+            self.host = sums.host
+        disk = sums.disk + sums.imported
+        if self.disk < disk and (self._disk_budget is None or disk <= self._disk_budget):
+            self.disk = disk
+        if self.write < sums.write:
+            self.write = sums.write
+        if self.demotion < sums.demotion:
+            self.demotion = sums.demotion
 
 
 class Ledger:
@@ -110,6 +138,20 @@ class Ledger:
 
     def sums(self, records: Mapping[CacheBlockId, BlockRecord]) -> Sums:
         """All of it, with what outlives its block."""
+        if self.writes or self.retiring_demotions or self.retiring_reads:
+            return self._sums_in_flight(records)
+        bound = self._bound
+        return Sums(
+            self._device,
+            self._host + bound,
+            self._host_charge + bound,
+            0,
+            self._demotion,
+            self._disk,
+            self._imported,
+        )
+
+    def _sums_in_flight(self, records: Mapping[CacheBlockId, BlockRecord]) -> Sums:
         device, demotion, disk = self._device, self._demotion, self._disk
         host, charge = self._host + self._bound, self._host_charge + self._bound
         write = 0
@@ -158,22 +200,19 @@ class Ledger:
 def contribution(record: BlockRecord) -> Contribution:
     """What a block adds, by its phase."""
     storage = record.storage
-    phase = storage.phase
-    device = bound = demotion = 0
-    if phase in (_P.DEVICE, _P.DEMOTING_TO_HOST):
-        device = record.logical_bytes
-    if phase in (_P.DEMOTING_TO_HOST, _P.DISK_READING):
+    phase, backing, host = storage.phase, storage.backing, storage.host_resource
+    size = record.logical_bytes
+    device = bound = demotion = disk = imported = 0
+    if phase is _P.DEVICE:
+        device = size
+    elif phase is _P.DEMOTING_TO_HOST:
+        device, bound, demotion = size, record.bound, record.bound
+    elif phase is _P.DISK_READING:
         bound = record.bound
-    if phase is _P.DEMOTING_TO_HOST:
-        demotion = record.bound
-    host = storage.host_resource
-    own_file = Ledger.has_own_file(record)
-    imported = phase.tier is CacheTier.DISK and not own_file
-    return Contribution(
-        device=device,
-        bound=bound,
-        demotion=demotion,
-        disk=record.logical_bytes if own_file else 0,
-        imported=record.logical_bytes if imported else 0,
-        allocation=None if host is None else host.allocation,
-    )
+    if backing is not None:
+        if not backing.persistent:
+            disk = size
+        elif phase is _P.DISK_READY or phase is _P.DISK_READING:
+            imported = size
+    allocation = None if host is None else host.allocation
+    return Contribution(device, bound, demotion, disk, imported, allocation)

@@ -10,15 +10,26 @@ Concurrency: `later` never waits. Calls run with the lock held and must not wait
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
 from shmcache.errors import CacheResidencyError, ContractError
-from shmcache.prompt.ownership import process_mark
 
 _log = logging.getLogger(__name__)
+
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+# Not a comparison of pids: that is a system call each time this lock is taken.
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class SessionLock:
@@ -33,12 +44,12 @@ class SessionLock:
         self._late: deque[Callable[[], None]] = deque()
         self._recount = recount
         self._poisoned = False
-        self._born = process_mark()
+        self._born = _forks
 
     @property
     def is_foreign(self) -> bool:
         """Whether this is a forked child's copy, which owns nothing."""
-        return self._born != process_mark()
+        return self._born != _forks
 
     def check_process(self) -> None:
         """Errors: RuntimeError in a forked child."""
@@ -46,7 +57,8 @@ class SessionLock:
             raise RuntimeError("this session belongs to the parent process: make one after fork")
 
     def __enter__(self) -> None:
-        self.check_process()
+        if self._born != _forks:
+            self.check_process()
         self._lock.acquire()
         if self._poisoned:
             self._lock.release()

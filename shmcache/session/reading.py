@@ -9,7 +9,6 @@ looked at again: the generation, the phase, the pending operation.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -26,7 +25,7 @@ from shmcache.io import CacheIoSubmission
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.pool.values import CachePoolResource
 from shmcache.session.backend import HostCopy
-from shmcache.session.balance import Balance
+from shmcache.session.balance import Balance, Step
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier
@@ -140,24 +139,24 @@ class Reader:
         """
         core = self._core
         started_ns = time.monotonic_ns()
-        with core.lock:
-            core.check_open()
-            record, generation = core.record(id), core.generation
-        from_disk = False
+        generation, from_disk = None, False
         while True:
             with core.lock:
                 core.check_open()
+                if generation is None:
+                    record, generation = core.record(id), core.generation
                 core.check_generation(generation)
-                phase = record.storage.phase
-                if phase is _P.DEVICE:
-                    taken = self._take_device(record, started_ns)
-                elif phase in (_P.HOST_UNBACKED, _P.HOST_BACKED) and core.backend.reads_host:
-                    return self._take_host(record, started_ns)
-                else:
-                    taken = None
-                pending, io = record.storage.host_demotion, record.storage.io
-            if taken is not None:
-                return self._settle_hit(taken, generation)
+                storage = record.storage
+                phase = storage.phase
+                arrays = self._readable(record)
+                if arrays is not None:
+                    lease = self._hit(record, arrays, started_ns)
+                    step = self._look_for(lease)
+                pending, io = storage.host_demotion, storage.io
+            if arrays is not None:
+                if step is not None:
+                    self._make_room(lease, step, generation)
+                return lease
             if pending is not None:
                 self._demotions.finish(pending)
             elif phase is _P.HOST_WRITING and io is not None:
@@ -169,21 +168,22 @@ class Reader:
             elif phase is _P.DISK_READY:
                 from_disk = self._read(record, generation) or from_disk
             else:
-                lease = self._promote(record, generation, from_disk, started_ns)
-                if lease is not None:
-                    return lease
+                promoted = self._promote(record, generation, from_disk, started_ns)
+                if promoted is not None:
+                    return promoted
 
-    def _take_device(self, record: BlockRecord, started_ns: int) -> CacheBlockLease:
-        arrays = record.storage.device_resource
-        if arrays is None:
-            raise CacheResidencyError.MissingResidentArrays(record.id)
-        return self._hit(record, arrays, started_ns)
-
-    def _take_host(self, record: BlockRecord, started_ns: int) -> CacheBlockLease:
-        host = record.storage.host_resource
-        assert host is not None
-        view = self._core.backend.host_view
-        return self._hit(record, tuple(view(array) for array in host.arrays), started_ns)
+    def _readable(self, record: BlockRecord) -> tuple[Any, ...] | None:
+        """What attention can read as it is; None when the block must be brought first."""
+        storage, backend = record.storage, self._core.backend
+        phase = storage.phase
+        if phase is _P.DEVICE:
+            if storage.device_resource is None:
+                raise CacheResidencyError.MissingResidentArrays(record.id)
+            return storage.device_resource
+        if backend.reads_host and (phase is _P.HOST_UNBACKED or phase is _P.HOST_BACKED):
+            assert storage.host_resource is not None
+            return tuple(backend.host_view(array) for array in storage.host_resource.arrays)
+        return None
 
     def _hit(
         self, record: BlockRecord, arrays: tuple[Any, ...], started_ns: int
@@ -193,16 +193,23 @@ class Reader:
         self._core.count(record.id.global_layer, demand_hits=1, transfer_wait=waited_ns)
         return CacheBlockLease(self, record.id, arrays, None)
 
-    def _settle_hit(self, lease: CacheBlockLease, generation: int) -> CacheBlockLease:
+    def _look_for(self, lease: CacheBlockLease) -> Step | None:
+        """What must be done now that the block is demanded, with the lock held."""
         try:
-            self._balance.restore(lease.id, allow_recent=True)
+            return self._balance.look(lease.id, allow_recent=True)
+        except BaseException:
+            lease.give_up()
+            raise
+
+    def _make_room(self, lease: CacheBlockLease, step: Step, generation: int) -> None:
+        try:
+            self._balance.go_on(step, lease.id, allow_recent=True)
             with self._core.lock:
                 self._core.check_generation(generation)
         except BaseException:
             with self._core.lock:
                 lease.give_up()
             raise
-        return lease
 
     # From the host --------------------------------------------------------------------------------
 
@@ -344,12 +351,13 @@ class Reader:
         core = self._core
         if core.lock.is_foreign:
             return
-        with core.lock:
-            self._forget(id)
-            quiet = core.background_error is None and not core.closed
         try:
-            if quiet:
-                self._balance.restore(None)
+            with core.lock:
+                self._forget(id)
+                quiet = core.background_error is None and not core.closed
+                step = self._balance.look(None) if quiet else None
+            if step is not None:
+                self._balance.go_on(step, None)
         except (ContractError, ValueError):
             pass  # it is counted; whoever adds bytes next is told
         finally:
@@ -368,10 +376,11 @@ class Reader:
 
     def _forget(self, id: CacheBlockId) -> None:
         """A block that has gone took its leases along."""
-        gone = (CacheLifecycleError.MissingBlock, CacheLifecycleError.LeaseUnderflow)
-        with contextlib.suppress(*gone):
+        try:
             self._core.lifecycle.release(id)
-            self._core.victims.touch(id)
+        except (CacheLifecycleError.MissingBlock, CacheLifecycleError.LeaseUnderflow):
+            return
+        self._core.victims.touch(id)
 
     # Several --------------------------------------------------------------------------------------
 

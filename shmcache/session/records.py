@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from shmcache.io import CacheIoTicket
 from shmcache.policy.identity import CacheBlockId
 from shmcache.session.backend import BlockSpec, HostAllocation, HostCopy, HostCopyOperation
+from shmcache.states.lifecycle import MutableCacheTail
 from shmcache.states.storage import CacheBlockStorage, CacheIoOperationKey
 
 
@@ -65,11 +67,17 @@ class BlockRecord:
     __slots__ = ("bound", "counted", "id", "imported", "logical_bytes", "spec", "storage")
 
     def __init__(
-        self, id: CacheBlockId, spec: BlockSpec, storage: Storage, *, imported: bool = False
+        self,
+        id: CacheBlockId,
+        spec: BlockSpec,
+        storage: Storage,
+        *,
+        imported: bool = False,
+        logical_bytes: int | None = None,
     ) -> None:
         self.id = id
         self.spec = spec
-        self.logical_bytes = spec.logical_bytes
+        self.logical_bytes = spec.logical_bytes if logical_bytes is None else logical_bytes
         self.storage = storage
         self.imported = imported
         self.bound = 0
@@ -109,15 +117,27 @@ class Tail:
     what is filled. A tail is replaced, never changed; buffers are shared by the tails of one block.
     """
 
-    __slots__ = ("arrays", "spec", "start", "tokens")
+    __slots__ = ("arrays", "capacity", "logical_bytes", "spec", "start", "tokens")
 
-    def __init__(self, start: int, tokens: int, spec: BlockSpec, arrays: tuple[Any, ...]) -> None:
+    def __init__(self, start: int, spec: BlockSpec, arrays: tuple[Any, ...]) -> None:
         self.start = start
-        self.tokens = tokens
+        self.tokens = 0
         self.spec = spec
         self.arrays = arrays
+        self.capacity = spec.tokens
+        self.logical_bytes = spec.logical_bytes  # of the whole buffer
 
     @property
     def end(self) -> int:
         """The position after its last token."""
         return self.start + self.tokens
+
+    def filled(self, tokens: int) -> Tail:
+        """The same buffer with so many tokens in it."""
+        tail = copy.copy(self)
+        tail.tokens = tokens
+        return tail
+
+    def books(self) -> MutableCacheTail:
+        """What the lifecycle knows of it."""
+        return MutableCacheTail(self.logical_bytes // self.capacity * self.tokens, self.end)

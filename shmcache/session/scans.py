@@ -59,18 +59,22 @@ class Scans:
             books = core.lifecycle.tail(layer)
             end = 0 if books is None else books.end
         ids = self._reader.visible(layer, start or 0, end)
-        whole = start is None
-        for lease in self._reader.window(ids):
-            if whole:
-                self._count(layer, core.records[lease.id].logical_bytes, prefill)
-            yield CachePiece(lease.id.start, lease.id.end, lease.arrays)
-        if tail is not None:
-            if whole and books is not None:
-                self._count(layer, books.bytes, prefill)
-            yield tail
+        seen = nbytes = 0
+        try:
+            for lease in self._reader.window(ids):
+                seen += 1
+                nbytes += core.records[lease.id].logical_bytes
+                yield CachePiece(lease.id.start, lease.id.end, lease.arrays)
+            if tail is not None and books is not None:
+                seen += 1
+                nbytes += books.bytes
+                yield tail
+        finally:
+            if start is None and seen:
+                self._count(layer, seen, nbytes, prefill)
 
-    def _count(self, layer: int, nbytes: int, prefill: bool) -> None:
+    def _count(self, layer: int, blocks: int, nbytes: int, prefill: bool) -> None:
         step = "prefill" if prefill else "decode"
-        amounts = {f"{step}_full_attention_blocks": 1, f"{step}_full_attention_bytes": nbytes}
+        amounts = {f"{step}_full_attention_blocks": blocks, f"{step}_full_attention_bytes": nbytes}
         with self._core.lock:
             self._core.count(layer, **amounts)

@@ -60,13 +60,12 @@ class Shrinking:
 
     def _cut_tail(self, layer: Layer, tail: Tail, end: int) -> None:
         core, number = self._core, layer.global_layer
-        tokens = end - tail.start
-        if tokens:
-            core.tails[number] = Tail(tail.start, tokens, tail.spec, tail.arrays)
+        shorter = tail.filled(end - tail.start)
+        if shorter.tokens:
+            core.tails[number] = shorter
         else:
             del core.tails[number]
-        nbytes = layer.spec(tail.spec, tokens).logical_bytes
-        core.set_tail(number, MutableCacheTail(nbytes, end))
+        core.set_tail(number, shorter.books())
 
     def _crossing(self, layer: Layer, end: int) -> CacheBlockId | None:
         """The block that `end` lies within; with the lock held."""
@@ -109,9 +108,14 @@ class Shrinking:
             if record is None:
                 core.replace(removals, None, number, tail)
             else:
-                with core.adopting(record):
+                core.add(record)
+                try:
                     protected = core.layers.is_prefix(end)
                     core.replace(removals, (record.id, protected), number, tail)
+                except CacheResidencyError:
+                    core.drop(record)
+                    raise
+                core.changed(record)
                 core.telemetry.report.block_seals += 1
             retiring = self._generations.advance()
             files = self._forget(affected)

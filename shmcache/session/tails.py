@@ -14,7 +14,7 @@ from typing import Any
 from shmcache.errors import CacheResidencyError
 from shmcache.policy.identity import CacheBlockId
 from shmcache.session.backend import BlockSpec
-from shmcache.session.balance import Balance
+from shmcache.session.balance import Balance, Step
 from shmcache.session.core import SessionCore
 from shmcache.session.layers import Layer, appended_spec, check_like
 from shmcache.session.records import BlockFile, BlockRecord, Tail
@@ -37,14 +37,14 @@ class Tails:
         Errors: ArrayMismatch; BudgetExceeded, LiveDiskRequired, Pool, Runtime of making room.
         """
         core, number = self._core, layer.global_layer
-        spec = appended_spec(core.backend, layer, arrays)
-        tokens = spec.arrays[0].shape[-2]
+        known = core.layer_specs.get(number)
+        spec = appended_spec(core.backend, layer, arrays, known)
+        tokens = spec.tokens
+        if known is None:
+            whole = layer.spec(spec, core.options.block_size_tokens)
+            core.layer_specs[number] = whole
         with core.lock:
             core.check_open()
-            known = core.layer_specs.get(number)
-            if known is not None:
-                check_like(layer, spec, known)
-            core.layer_specs.setdefault(number, spec)
             tail, books = core.tails.get(number), core.lifecycle.tail(number)
             allocations = core.telemetry.report.tail_allocations
         sealed: list[CacheBlockId] = []
@@ -79,7 +79,7 @@ class Tails:
                 raise CacheResidencyError.InvalidTokenRange(start, end)
             record = BlockRecord(id, spec, CacheBlockStorage.disk(id, file), imported=True)
             core.insert(record, core.layers.is_prefix(end))
-            core.layer_specs.setdefault(number, spec)
+            core.layer_specs.setdefault(number, layer.spec(spec, core.options.block_size_tokens))
             core.set_tail(number, MutableCacheTail(0, end))
             core.publish()
 
@@ -93,54 +93,71 @@ class Tails:
     def _grow(self, layer: Layer, arrays: Sequence[Any], done: int, tokens: int) -> int:
         """Append what fits into the block that is being filled; how many tokens that were."""
         core, number = self._core, layer.global_layer
-        with core.lock:
-            tail = core.tails.get(number) or self._new_tail(layer, self.position(number))
+        tail = core.tails.get(number) or self._new_tail(layer)
         filled = tail.tokens
-        count = min(tail.spec.arrays[0].shape[-2] - filled, tokens - done)
+        count = min(tail.capacity - filled, tokens - done)
         for target, source in zip(tail.arrays, arrays, strict=True):
             core.backend.write(target, filled, core.backend.view(source, done, done + count))
-        grown = Tail(tail.start, filled + count, tail.spec, tail.arrays)
+        grown = tail.filled(filled + count)
         with core.lock:
-            before = core.set_tail(number, MutableCacheTail(_bytes(layer, grown), grown.end))
+            before = core.set_tail(number, grown.books())
+            core.tails[number] = grown
             if before is None or not before.bytes:
                 core.telemetry.report.tail_allocations += 1
-        self._balance.restore(None)
-        with core.lock:
-            core.tails[number] = grown
+            step = self._balance.look(None)
+        self._balance.go_on(step, None)
         return count
 
-    def _new_tail(self, layer: Layer, start: int) -> Tail:
-        """An empty buffer from `start` to the end of the block that it lies in.
+    def _new_tail(self, layer: Layer) -> Tail:
+        """An empty buffer from the layer's end to the end of the block that it lies in.
 
         Blocks end at multiples of the block size also after a truncation left a shorter one: only
         such ranges have names that other sessions know.
         """
         core = self._core
-        size = core.options.block_size_tokens
-        spec = layer.spec(core.layer_specs[layer.global_layer], size - start % size)
+        start, size = self.position(layer.global_layer), core.options.block_size_tokens
+        spec = core.layer_specs[layer.global_layer]
+        if spec.tokens != size - start % size:
+            spec = layer.spec(spec, size - start % size)
         arrays = tuple(core.backend.allocate(each.shape, each.dtype) for each in spec.arrays)
-        return Tail(start, 0, spec, arrays)
+        return Tail(start, spec, arrays)
 
     # Sealing --------------------------------------------------------------------------------------
 
     def _seal_if_full(self, layer: Layer, sealed: list[CacheBlockId]) -> None:
         core, number = self._core, layer.global_layer
-        with core.lock:
-            tail = core.tails[number]
-            if tail.tokens < tail.spec.arrays[0].shape[-2]:
-                return
-            core.set_tail(number, MutableCacheTail(0, tail.end))
-        self._balance.restore(None)
+        tail = core.tails[number]
+        if tail.tokens < tail.capacity:
+            return
         id = core.layers.block_id(layer, tail.start, tail.end)
-        record = BlockRecord(id, tail.spec, CacheBlockStorage.device(id, tail.arrays))
+        record = BlockRecord(
+            id,
+            tail.spec,
+            CacheBlockStorage.device(id, tail.arrays),
+            logical_bytes=tail.logical_bytes,
+        )
         with core.lock:
-            if id not in core.records:
-                sealed.append(id)
-            core.insert(record, core.layers.is_prefix(id.end))
-            del core.tails[number]
-        self._balance.restore(id)
-        with core.lock:
-            core.telemetry.report.block_seals += 1
+            core.set_tail(number, MutableCacheTail(0, tail.end))
+            step = self._balance.look(None)
+            emptied = step is None
+            if emptied:
+                step = self._insert(record, sealed)
+        if not emptied:
+            self._balance.go_on(step, None)
+            with core.lock:
+                step = self._insert(record, sealed)
+        if step is not None:
+            self._balance.go_on(step, id)
+        core.telemetry.report.block_seals += 1  # growth is one at a time, and counts nothing else
+
+    def _insert(self, record: BlockRecord, sealed: list[CacheBlockId]) -> Step | None:
+        """With the lock held; what must be done for it."""
+        core = self._core
+        if record.id not in core.records:
+            sealed.append(record.id)
+        core.insert(record, core.layers.is_prefix(record.id.end))
+        del core.tails[record.id.global_layer]
+        return self._balance.look(record.id)
 
     def _undo(
         self,
@@ -161,7 +178,3 @@ class Tails:
             else:
                 core.tails[number] = tail
             core.publish()
-
-
-def _bytes(layer: Layer, tail: Tail) -> int:
-    return layer.spec(tail.spec, tail.tokens).logical_bytes

@@ -31,38 +31,41 @@ class EvictionIndex:
     """The movable blocks of the device and the host tier of one session."""
 
     def __init__(self, lifecycle: CacheBlockLifecycle, policy: CacheEvictionPolicy) -> None:
-        self._shelves = {
-            tier: _Shelf(lifecycle, policy) for tier in (CacheTier.DEVICE, CacheTier.HOST)
-        }
-        self._tiers: dict[CacheBlockId, CacheTier] = {}
+        self._device = _Shelf(lifecycle, policy)
+        self._host = _Shelf(lifecycle, policy)
+        self._places: dict[CacheBlockId, _Shelf] = {}
 
     def place(self, id: CacheBlockId, tier: CacheTier | None) -> None:
         """The block is now a candidate of `tier`, or of none."""
-        before = self._tiers.get(id)
-        if before is tier:
+        before, shelf = self._places.get(id), None if tier is None else self._shelf(tier)
+        if before is shelf:
             return
         if before is not None:
-            del self._tiers[id]
-            self._shelves[before].remove(id)
-        if tier is not None:
-            self._tiers[id] = tier
-            self._shelves[tier].add(id)
+            del self._places[id]
+            before.remove(id)
+        if shelf is not None:
+            self._places[id] = shelf
+            shelf.add(id)
 
     def touch(self, id: CacheBlockId) -> None:
         """Its leases or accesses have changed."""
-        tier = self._tiers.get(id)
-        if tier is not None:
-            self._shelves[tier].push(id)
+        shelf = self._places.get(id)
+        if shelf is not None:
+            shelf.push(id)
 
     def candidate(
         self, tier: CacheTier, required: CacheBlockId | None, recent_per_layer: int
     ) -> CacheBlockId | None:
         """The block to evict first, or None if none may go."""
-        return self._shelves[tier].candidate(required, recent_per_layer)
+        return self._shelf(tier).candidate(required, recent_per_layer)
 
     def ids(self, tier: CacheTier) -> list[CacheBlockId]:
         """The candidates of a tier, those included that may not go."""
-        return [id for id, placed in self._tiers.items() if placed is tier]
+        shelf = self._shelf(tier)
+        return [id for id, placed in self._places.items() if placed is shelf]
+
+    def _shelf(self, tier: CacheTier) -> _Shelf:
+        return self._device if tier is CacheTier.DEVICE else self._host
 
 
 class _Shelf:

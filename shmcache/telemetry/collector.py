@@ -83,29 +83,7 @@ class CacheResidencyTelemetry:
         if disk_budget_bytes is not None:
             u64(disk_budget_bytes, "disk_budget_bytes")
         self._write_rows(current)
-        self.advance_peaks(device_budget_bytes, host_budget_bytes, disk_budget_bytes)
-
-    def advance_peaks(
-        self,
-        device_budget_bytes: int,
-        host_budget_bytes: int,
-        disk_budget_bytes: int | None,
-    ) -> None:
-        """The last step of `finalize_snapshot` alone, after the byte gauges were written.
-
-        Why: a session that counts its layers only when asked must still see each level that was.
-        """
-        report = self._report
-        if report.current_device_bytes <= device_budget_bytes:
-            _raise_peak(report, "peak_device_bytes", report.current_device_bytes)
-        if report.current_host_bytes <= host_budget_bytes:
-            _raise_peak(report, "peak_host_bytes", report.current_host_bytes)
-        if disk_budget_bytes is None or report.current_disk_bytes <= disk_budget_bytes:
-            _raise_peak(report, "peak_disk_bytes", report.current_disk_bytes)
-        _raise_peak(report, "peak_in_flight_write_bytes", report.in_flight_write_bytes)
-        _raise_peak(
-            report, "peak_in_flight_host_demotion_bytes", report.in_flight_host_demotion_bytes
-        )
+        self._advance_peaks(device_budget_bytes, host_budget_bytes, disk_budget_bytes)
 
     def _write_rows(self, current: Mapping[int, CacheLayerResidencyStats]) -> None:
         silent = sorted(current.keys() - self._layers.keys())
@@ -124,7 +102,17 @@ class CacheResidencyTelemetry:
         self._report.per_layer_overflow_layers = len(silent[room:])
         self._report.per_layer_overflow = overflow
 
-
-def _raise_peak(report: CacheResidencyReport, name: str, level: int) -> None:
-    if level > getattr(report, name):
-        setattr(report, name, level)
+    def _advance_peaks(self, device_budget: int, host_budget: int, disk_budget: int | None) -> None:
+        report = self._report
+        if report.current_device_bytes <= device_budget:
+            report.peak_device_bytes = max(report.peak_device_bytes, report.current_device_bytes)
+        if report.current_host_bytes <= host_budget:
+            report.peak_host_bytes = max(report.peak_host_bytes, report.current_host_bytes)
+        if disk_budget is None or report.current_disk_bytes <= disk_budget:
+            report.peak_disk_bytes = max(report.peak_disk_bytes, report.current_disk_bytes)
+        report.peak_in_flight_write_bytes = max(
+            report.peak_in_flight_write_bytes, report.in_flight_write_bytes
+        )
+        report.peak_in_flight_host_demotion_bytes = max(
+            report.peak_in_flight_host_demotion_bytes, report.in_flight_host_demotion_bytes
+        )

@@ -61,6 +61,28 @@ def murder(cache, old, prune):
             return nth, found
         nth += 1
 
+def murder_live(folder):
+    'Kill those who store a live block, before each call; how often files of which kind stayed.'
+    import numpy
+    from shmcache.prompt.live import read_live_block, write_live_block
+    id = CacheBlockId(session_id=7, global_layer=0, start=0, end=4, rank=None,
+                      representation=CacheRepresentation.KEY_VALUE)
+    arrays = {"keys": numpy.arange(9), "values": numpy.arange(7)}
+    whole = write_live_block(folder, id, arrays)
+    kinds, nth = {}, 0
+    while True:
+        killed = tracing.killed_before(nth, lambda: write_live_block(folder, id, arrays))
+        names = sorted(set(os.listdir(folder)) - {whole.path.name})
+        kind = "".join("s" if name.startswith(".") else "d" for name in names)
+        kinds[kind] = kinds.get(kind, 0) + 1
+        for name in names:
+            if not name.startswith("."):  # whatever has a final name is whole
+                read_live_block(whole._replace(path=whole.path.with_name(name)))
+            os.unlink(os.path.join(folder, name))
+        if not killed:
+            return kinds
+        nth += 1
+
 def murder_two(cache):
     'Kill those who publish twice and prune; how often.'
     def work():
@@ -131,3 +153,9 @@ def test_a_reader_that_loops_meanwhile_sees_no_error(memory_path: Path, murderer
     assert kills > 10
     assert reads > 10
     assert len(labels) > 1
+
+
+def test_a_live_block_is_killed_before_every_call(memory_path: Path, murderer: Worker) -> None:
+    """8: nothing, the staging, both names of one file, or the block: never half of one."""
+    kinds = murderer.call("murder_live(folder)", folder=str(memory_path))
+    assert set(kinds) == {"", "s", "sd", "d"}
