@@ -101,10 +101,8 @@ class ModelLayers:
         return end <= self.prefix_tokens
 
 
-def appended_spec(
-    backend: CacheBackend[Any], layer: Layer, arrays: Sequence[Any], like: BlockSpec | None
-) -> BlockSpec:
-    """What was handed in, checked against the layer and, if it has blocks, against those.
+def appended_spec(backend: CacheBackend[Any], layer: Layer, arrays: Sequence[Any]) -> BlockSpec:
+    """What was handed in, checked against the layer.
 
     Errors: `CacheResidencyError.ArrayMismatch`, with the array's name.
     """
@@ -120,10 +118,30 @@ def appended_spec(
         if shape != expected or not batch:
             raise _mismatch(layer, f"{name} has shape {shape}, expected {expected}")
         specs.append(ArraySpec(name, shape, dtype))
-    spec = BlockSpec(tuple(specs))
-    if like is not None:
+    return BlockSpec(tuple(specs))
+
+
+def appended_tokens(
+    backend: CacheBackend[Any], layer: Layer, arrays: Sequence[Any], like: BlockSpec
+) -> int:
+    """How many tokens were handed in, checked against the layer's blocks.
+
+    Errors: `CacheResidencyError.ArrayMismatch`, with the array's name.
+    """
+    tokens = None
+    for array, known in zip(arrays, like.arrays, strict=False):
+        shape, dtype = backend.describe(array)
+        if tokens is None and len(shape) == len(known.shape):
+            tokens = shape[-2]
+        expected = (*known.shape[:-2], tokens, known.shape[-1])
+        if shape != expected or dtype != known.dtype:
+            tokens = None
+            break
+    if tokens is None or len(arrays) != len(like.arrays):
+        spec = appended_spec(backend, layer, arrays)
         check_like(layer, spec, like)
-    return spec
+        raise AssertionError("what does not agree was not found again")
+    return tokens
 
 
 def check_like(layer: Layer, spec: BlockSpec, earlier: BlockSpec) -> None:

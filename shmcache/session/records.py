@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -119,13 +118,15 @@ class Tail:
 
     __slots__ = ("arrays", "capacity", "logical_bytes", "spec", "start", "tokens")
 
-    def __init__(self, start: int, spec: BlockSpec, arrays: tuple[Any, ...]) -> None:
+    def __init__(
+        self, start: int, tokens: int, spec: BlockSpec, arrays: tuple[Any, ...], logical_bytes: int
+    ) -> None:
         self.start = start
-        self.tokens = 0
+        self.tokens = tokens
         self.spec = spec
         self.arrays = arrays
         self.capacity = spec.tokens
-        self.logical_bytes = spec.logical_bytes  # of the whole buffer
+        self.logical_bytes = logical_bytes  # of the whole buffer
 
     @property
     def end(self) -> int:
@@ -134,9 +135,7 @@ class Tail:
 
     def filled(self, tokens: int) -> Tail:
         """The same buffer with so many tokens in it."""
-        tail = copy.copy(self)
-        tail.tokens = tokens
-        return tail
+        return Tail(self.start, tokens, self.spec, self.arrays, self.logical_bytes)
 
     def books(self) -> MutableCacheTail:
         """What the lifecycle knows of it."""

@@ -16,7 +16,7 @@ from shmcache.policy.identity import CacheBlockId
 from shmcache.session.backend import BlockSpec
 from shmcache.session.balance import Balance, Step
 from shmcache.session.core import SessionCore
-from shmcache.session.layers import Layer, appended_spec, check_like
+from shmcache.session.layers import Layer, appended_spec, appended_tokens, check_like
 from shmcache.session.records import BlockFile, BlockRecord, Tail
 from shmcache.session.shrinking import Shrinking
 from shmcache.states.lifecycle import MutableCacheTail
@@ -38,11 +38,12 @@ class Tails:
         """
         core, number = self._core, layer.global_layer
         known = core.layer_specs.get(number)
-        spec = appended_spec(core.backend, layer, arrays, known)
-        tokens = spec.tokens
         if known is None:
-            whole = layer.spec(spec, core.options.block_size_tokens)
-            core.layer_specs[number] = whole
+            spec = appended_spec(core.backend, layer, arrays)
+            core.layer_specs[number] = layer.spec(spec, core.options.block_size_tokens)
+            tokens = spec.tokens
+        else:
+            tokens = appended_tokens(core.backend, layer, arrays, known)
         with core.lock:
             core.check_open()
             tail, books = core.tails.get(number), core.lifecycle.tail(number)
@@ -120,7 +121,7 @@ class Tails:
         if spec.tokens != size - start % size:
             spec = layer.spec(spec, size - start % size)
         arrays = tuple(core.backend.allocate(each.shape, each.dtype) for each in spec.arrays)
-        return Tail(start, spec, arrays)
+        return Tail(start, 0, spec, arrays, spec.logical_bytes)
 
     # Sealing --------------------------------------------------------------------------------------
 
