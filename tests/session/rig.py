@@ -23,7 +23,9 @@ from shmcache.pool.values import CachePoolLimits, CachePoolReport
 from shmcache.session import block_files, disk
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
+from shmcache.session.records import BlockFile
 from shmcache.session.session import CacheSession
+from shmcache.states.storage import CacheStoragePhase
 from tests.support import PATIENCE_S, wait_until
 
 FULL: AnyAttentionPolicy = AttentionPolicy.Full()
@@ -236,3 +238,21 @@ def wait_for(pool: CacheResidencyPool, expected: Iterable[int]) -> None:
     """Until the pool holds just that."""
     want = tuple(expected)
     wait_until(lambda: axes(pool.report()) == want, f"the pool holds {want}")
+
+
+def on_disk(session: CacheSession, count: int = 1) -> list[CacheBlockId]:
+    """That many blocks as files."""
+    grow(session, 4 * count)
+    blocks = session.blocks()
+    for id in blocks:
+        session.demote(id)
+        session.demote(id)
+    assert {session.phase(id) for id in blocks} == {CacheStoragePhase.DISK_READY}
+    return blocks
+
+
+def file_of(session: CacheSession, id: CacheBlockId) -> BlockFile:
+    """The file that a block rests on."""
+    file = session._core.records[id].storage.backing
+    assert file is not None
+    return file

@@ -16,6 +16,7 @@ from shmcache.policy.layer import LayerCachePolicy
 from shmcache.pool.values import CachePoolResource
 from shmcache.session.backend import BlockSpec
 from shmcache.session.block_files import write_block
+from shmcache.session.reading import CacheBlockLease
 from shmcache.session.session import CacheSession
 from shmcache.states.storage import CacheStoragePhase
 from tests.session.rig import (
@@ -40,16 +41,6 @@ from tests.support import wait_until
 
 Phase = CacheStoragePhase
 Budget = CacheResidencyError.BudgetExceeded
-
-
-@pytest.fixture
-def files(monkeypatch: pytest.MonkeyPatch) -> Files:
-    return Files(monkeypatch)
-
-
-@pytest.fixture
-def copies() -> Copies:
-    return Copies()
 
 
 def test_r5_a_tail_that_only_the_pool_has_no_room_for() -> None:
@@ -193,8 +184,9 @@ def test_r11_a_block_that_is_being_written_is_read_back(tmp_path: Path, files: F
             assert leased == []
             files.open()
         (lease,) = leased
-        assert lease.arrays[0][0, 0, :, 0].tolist() == [0, 1, 2, 3]  # type: ignore[attr-defined]
-        lease.release()  # type: ignore[attr-defined]
+        assert isinstance(lease, CacheBlockLease)
+        assert lease.arrays[0][0, 0, :, 0].tolist() == [0, 1, 2, 3]
+        lease.release()
         assert peaks(session.pool.report())[1] == 40
         assert session.report().disk_promotions == 1
 
