@@ -87,6 +87,7 @@ class SessionCore:
         self.memory = memory
         self.lifecycle = CacheBlockLifecycle()
         self.records: dict[CacheBlockId, BlockRecord] = {}
+        self.busy: dict[CacheBlockId, BlockRecord] = {}  # those with a pending operation
         self._by_layer: dict[int, dict[CacheBlockId, None]] = {}
         self.tails: dict[int, Tail] = {}
         self.layer_specs: dict[int, BlockSpec] = {}
@@ -103,7 +104,6 @@ class SessionCore:
         # Growth and shrinking one at a time; taken before `lock`, never by leases.
         self.order = threading.RLock()
         self._operations = 0
-        self._demoting: dict[CacheBlockId, HostCopyOperation] = {}
         self.pool = pool
         self.limits = pool.limits
         with wrapped():
@@ -126,7 +126,10 @@ class SessionCore:
 
     def pending_demotion(self) -> HostCopyOperation | None:
         """The copy to the host that was begun first and has not been finished."""
-        return next(iter(self._demoting.values()), None)
+        for record in self.busy.values():
+            if record.storage.host_demotion is not None:
+                return record.storage.host_demotion
+        return None
 
     def sums(self) -> Sums:
         """What the session holds now."""
@@ -177,7 +180,7 @@ class SessionCore:
         del self._by_layer[id.global_layer][id]
         self.ledger.forget(record)
         self.victims.place(id, None)
-        self._demoting.pop(id, None)
+        self.busy.pop(id, None)
         return record
 
     def changed(self, record: BlockRecord) -> None:
@@ -189,11 +192,11 @@ class SessionCore:
         elif phase is _P.HOST_UNBACKED or phase is _P.HOST_BACKED:
             tier = CacheTier.HOST
         self.victims.place(record.id, tier)
-        operation = record.storage.host_demotion
-        if operation is not None:
-            self._demoting[record.id] = operation
-        elif self._demoting:
-            self._demoting.pop(record.id, None)
+        storage = record.storage
+        if storage.host_demotion is not None or storage.io is not None:
+            self.busy[record.id] = record
+        elif self.busy:
+            self.busy.pop(record.id, None)
 
     def release_device_to_disk(self, record: BlockRecord) -> None:
         """Give up the device copy of a block that has a file: nothing moves."""
@@ -265,7 +268,7 @@ class SessionCore:
             except CacheLifecycleError.MissingBlock:
                 del self.records[id]
         self.ledger.restart()
-        self._demoting.clear()
+        self.busy.clear()
         self._by_layer.clear()
         self.victims = EvictionIndex(self.lifecycle, self.options.eviction_policy)
         for record in self.records.values():

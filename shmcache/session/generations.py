@@ -47,7 +47,7 @@ class Generations:
         core.generation = (core.generation + 1) % _GENERATIONS
         core.background_error = None
         retiring = Retiring([], [], [])
-        for record in core.records.values():
+        for record in list(core.busy.values()):
             storage = record.storage
             operation, io = storage.host_demotion, storage.io
             if operation is not None:
