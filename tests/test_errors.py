@@ -91,6 +91,8 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (SegmentError.Retired("llm"), ("'llm'",)),
     (SegmentError.Corrupt("index word 5"), ("index word 5",)),
     (SegmentError.ArenaFull(4097, ((7, 8192), (9, 64))), ("4097", "7", "8192", "9", "64")),
+    (SegmentError.BlockTooLarge(4097, 2049), ("4097", "2049", "block_bytes_max")),
+    (SegmentError.NoArena("llm"), ("'llm'", "arena_bytes")),
     (SegmentError.InUse((7, 9)), ("7", "9")),
     (SegmentError.Closed("llm"), ("'llm'",)),
     (SegmentError.HostError("mmap", "ENOMEM"), ("mmap", "ENOMEM")),

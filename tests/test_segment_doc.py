@@ -144,6 +144,8 @@ def test_regions_stand_in_the_order_of_their_enum(layout: Any) -> None:
         ("owners", "shmc_owner"),
         ("managers", "shmc_entry"),
         ("reservations", "shmc_entry"),
+        ("claims", "shmc_entry"),
+        ("classes", "shmc_class"),
         ("slabs", "shmc_slab"),
         ("blocks", "shmc_block"),
         ("rings", "shmc_ring"),
@@ -165,6 +167,8 @@ def test_bounds_repeats_every_limit(layout: Any) -> None:
         "SHMC_OWNERS_LIMIT": bounds.OWNERS_MAX_LIMIT,
         "SHMC_MANAGERS_LIMIT": bounds.MANAGERS_MAX_LIMIT,
         "SHMC_RESERVATIONS_LIMIT": bounds.RESERVATIONS_MAX_LIMIT,
+        "SHMC_CLAIMS_LIMIT": bounds.CLAIMS_MAX_LIMIT,
         "SHMC_BLOCKS_LIMIT": bounds.BLOCKS_MAX_LIMIT,
+        "SHMC_BLOCK_BYTES_LIMIT": bounds.BLOCK_BYTES_LIMIT,
         "SHMC_ARENA_BYTES_LIMIT": bounds.ARENA_BYTES_LIMIT,
     }

@@ -419,7 +419,7 @@ static void foresee(const struct shmc_handle *handle, const struct shmc_ring *ri
 {
     uint64_t mask = handle->header.ring_entries - 1;
     if (tail + AHEAD < head) {
-        uint64_t block = SHMC_NAMED_BLOCK(shmc_load_relaxed(&ring->entries[(tail + AHEAD) & mask]));
+        uint64_t block = SHMC_NAMED_BLOCK(shmc_load_relaxed(&shmc_ring_entries(ring)[(tail + AHEAD) & mask]));
         if (block < blocks_max(handle)) {
             shmc_prefetch(&handle->blocks[block]);
             shmc_prefetch(&handle->blocks[block].links);
@@ -427,7 +427,7 @@ static void foresee(const struct shmc_handle *handle, const struct shmc_ring *ri
     }
     if (tail + AHEAD / 2 < head) {
         uint64_t block =
-            SHMC_NAMED_BLOCK(shmc_load_relaxed(&ring->entries[(tail + AHEAD / 2) & mask]));
+            SHMC_NAMED_BLOCK(shmc_load_relaxed(&shmc_ring_entries(ring)[(tail + AHEAD / 2) & mask]));
         if (block < blocks_max(handle)) {
             uint64_t links = shmc_load_relaxed(&handle->blocks[block].links);
             prefetch_links(handle, SHMC_LOW(links));
@@ -448,7 +448,7 @@ static enum shmc_status drain(struct shmc_handle *handle, uint32_t slot, uint32_
     for (; tail != head && *budget > 0; tail++, (*budget)--) {
         foresee(handle, ring, tail, head);
         enum shmc_status status =
-            use_named(handle, shmc_load_relaxed(&ring->entries[tail & (entries - 1)]));
+            use_named(handle, shmc_load_relaxed(&shmc_ring_entries(ring)[tail & (entries - 1)]));
         if (status != SHMC_OK)
             return status;
     }

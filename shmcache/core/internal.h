@@ -201,6 +201,10 @@ uint64_t *shmc_pin_row(const struct shmc_handle *handle, uint32_t slot);
 void shmc_pin(struct shmc_handle *handle, uint64_t block);
 bool shmc_unpin(struct shmc_handle *handle, uint64_t block);
 bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block);
+static inline uint64_t *shmc_ring_entries(const struct shmc_ring *ring)
+{
+    return (uint64_t *)(ring + 1);
+}
 struct shmc_ring *shmc_ring_of(const struct shmc_handle *handle, uint32_t slot);
 
 /* slabs.c; called with the lock held */

@@ -229,8 +229,7 @@ struct shmc_control {
     uint64_t block_mark;  /* blocks at and above it were never used */
     uint64_t used_blocks; /* blocks that are not FREE ... */
     uint64_t used_bytes;  /* ... and the sum of their classes: part of current[SHMC_HOST] */
-    /* Since the pool was made. */
-    uint64_t stored;       /* blocks published */
+    uint64_t stored;       /* blocks published since the pool was made; the next five as well */
     uint64_t evicted;      /* blocks that made room */
     uint64_t invalidated;  /* blocks withdrawn */
     uint64_t duplicates;   /* blocks that were published already when their maker came */
@@ -304,7 +303,7 @@ enum shmc_queue {
     SHMC_QUEUE_PARKED = 6, /* were found pinned: not looked at again for a while */
     SHMC_QUEUE_PROTECTED = 7,
     SHMC_QUEUE_DOOMED = 8,
-    SHMC_QUEUES,
+    SHMC_QUEUES = 9,
 };
 #define SHMC_POLICY_QUEUES 6u
 
@@ -393,13 +392,13 @@ struct shmc_block {
     uint64_t sibling;    /* [payload while it has no place] next of its slab's chain, plus one */
 };
 
-/* The blocks that one owner has read since the ring was last drained. */
+/* The blocks that one owner has read since the ring was last drained. ring_entries words follow:
+ * each a block (low 24 bits), its generation above. */
 struct shmc_ring {
     uint64_t head; /* [its owner, release store] entries ever written */
     uint64_t reserved_head[7];
     uint64_t tail; /* [holder of the lock, release store] entries ever drained */
     uint64_t reserved_tail[7];
-    uint64_t entries[]; /* [its owner] block (low 24 bits), its generation above */
 };
 
 /* The counters of a telemetry row, in order. */

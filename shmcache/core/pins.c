@@ -130,7 +130,7 @@ static uint64_t push(struct shmc_handle *handle, const struct shmc_lease *leases
     uint64_t head = shmc_load_relaxed(&ring->head);
     uint64_t end = shmc_load_acquire(&ring->tail) + entries;
     for (; left > 0 && head != end; left--, head++)
-        ring->entries[head & (entries - 1)] =
+        shmc_ring_entries(ring)[head & (entries - 1)] =
             SHMC_BLOCK_NAME(leases[left - 1].block, leases[left - 1].generation);
     shmc_store_release(&ring->head, head);
     return left;

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-HEADER_BYTES = 432
-CHECKSUM = 424
-REGION_OFFSETS = 168
+HEADER_BYTES = 544
+CHECKSUM = 536
+REGION_OFFSETS = 216
 GATE, REDO, CONTROL, OWNERS = 1, 2, 3, 4
 STATE, WAITERS = 64, 192  # in the gate
 CURRENT, PEAK, RESERVATION_MARK = 0, 32, 112  # in the control region
@@ -30,9 +30,9 @@ FIELDS = {
     "pid_namespace": (48, "Q"),
     "time_namespace": (56, "Q"),
     "owner_uid": (72, "I"),
-    "device_limit": (96, "Q"),
-    "owners_max": (144, "I"),
-    "mode": (164, "I"),
+    "device_limit": (112, "Q"),
+    "owners_max": (184, "I"),
+    "mode": (208, "I"),
     "gate_offset": (REGION_OFFSETS + 8 * GATE, "Q"),
 }
 

@@ -24,7 +24,7 @@ from tests.support import Worker
 # whoever wants the name may have it.
 HOPELESS = {
     "magic": (0x1234, "magic"),
-    "version": (2, "version"),
+    "version": (3, "version"),
     "abi": (0x01020304, "abi"),
     "boot_id": (7, "boot_id"),
     "pid_namespace": (8, "pid_namespace"),
