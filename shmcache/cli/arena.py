@@ -8,6 +8,7 @@ from rich.table import Table
 from shmcache import ArenaClass, ArenaHolding, ArenaReport, CacheResidencyPool
 from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import pool_argument
+from shmcache.cli.pools import identity_of
 from shmcache.cli.sizes import format_size
 
 _STATES = ("published", "private", "leased", "evictable", "doomed")
@@ -24,9 +25,10 @@ def arena(name: str) -> Answer:
     """
     with CacheResidencyPool.observe(name) as pool:
         report, holdings = pool.arena_report(), pool.holdings()
+        identity = identity_of(pool)
     states = {f"{state}_bytes": getattr(report, f"{state}_bytes") for state in _STATES}
     document = {
-        "name": name,
+        **identity,
         **{field: getattr(report, field) for field in report.__struct_fields__},
         **states,
         "fragmentation": report.fragmentation,

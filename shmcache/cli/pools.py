@@ -107,7 +107,7 @@ def create(name: str, exist_ok: bool, **options: Any) -> Answer:
     except (ValueError, CachePoolError.InvalidLimits) as error:
         raise click.UsageError(str(error)) from error
     with pool:
-        document = _identity(pool) | _sizes(pool)
+        document = identity_of(pool) | _sizes(pool)
         text = f"pool {name!r} has {format_size(pool.geometry().segment_bytes)} of shared memory"
         return Answer(document, (text,))
 
@@ -153,7 +153,7 @@ def report(name: str) -> Answer:
         }
         reservations = sum(owner.reservations for owner in owners)
         counts = {"owners": len(owners), "managers": totals.managers, "reservations": reservations}
-        document = _identity(pool) | counts | {"axes": axes} | _sizes(pool)
+        document = identity_of(pool) | counts | {"axes": axes} | _sizes(pool)
     rows = ((axis.replace("_", " "), *map(format_size, row.values())) for axis, row in axes.items())
     heading = f"pool {name!r}, id {document['pool_id']}, {document['state']}"
     held = ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -188,7 +188,7 @@ def owners(name: str) -> Answer:
             }
             for owner in records
         ]
-        document = _identity(pool) | {"owners": listed}
+        document = identity_of(pool) | {"owners": listed}
     keys = ("slot", "pid", "started", "managers", "reservations")
     rows = (
         (
@@ -217,7 +217,7 @@ def verify(name: str) -> Answer:
     """
     with CacheResidencyPool.observe(name) as pool:
         found = pool.verify()
-        document = _identity(pool) | {
+        document = identity_of(pool) | {
             "ok": found.ok,
             "problems_count": found.problems_count,
             "problems": found.problems,
@@ -243,7 +243,7 @@ def reclaim(name: str) -> Answer:
     """
     with CacheResidencyPool.observe(name) as pool:
         reclaimed = pool.sweep()
-        document = _identity(pool) | {"reclaimed": reclaimed_document(reclaimed)}
+        document = identity_of(pool) | {"reclaimed": reclaimed_document(reclaimed)}
     rows = ((o.pid, o.entries, *_usage_cells(o.usage)) for o in reclaimed)
     found = table(">pid >entries >device >host >transfer >disk", rows)
     return Answer(document, (found,) if reclaimed else ("nothing to reclaim",))
@@ -252,7 +252,7 @@ def reclaim(name: str) -> Answer:
 # ---- what answers share ------------------------------------------------------------------------
 
 
-def _identity(pool: CacheResidencyPool) -> dict[str, object]:
+def identity_of(pool: CacheResidencyPool) -> dict[str, object]:
     return {"name": pool.name, "pool_id": hex_id(pool.id), "state": pool.state}
 
 

@@ -1,8 +1,10 @@
 """docs/operating.md tells the truth: its keys, commands, events and refusals are the code's."""
 
+import contextlib
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import click
@@ -32,6 +34,16 @@ def answer(*args: str) -> Any:
     return json.loads(CliRunner().invoke(main, [*args, "--json"]).stdout)
 
 
+@contextlib.contextmanager
+def arena_pool(name: str) -> Iterator[str]:
+    """The name of a pool with an arena."""
+    answer("create", name, "--device", "1", "--host", "1M", "--transfer", "1")
+    try:
+        yield name
+    finally:
+        answer("destroy", name, "--force")
+
+
 def keys(document: Any) -> list[str]:
     """As the page lists them: a list's name, then the keys of what is in it."""
     found: list[str] = []
@@ -50,6 +62,10 @@ def test_the_keys_of_every_answer_are_listed(pool_name: str) -> None:
         worker.kill()
         for command in ("list", "report", "owners", "reclaim"):
             found[command] = answer(command, *([] if command == "list" else [pool_name]))
+    with Worker("import shmcache as sc") as worker, arena_pool(f"{pool_name}-arena") as arena:
+        worker.call("pool = sc.CacheResidencyPool.attach(name)", name=arena)
+        worker.call("lease = pool.allocate(100).publish(bytes(32)).lease")
+        found["arena"] = answer("arena", arena)
     with Segment(segment_path(pool_name)) as raw:
         raw.damage_total()
     found["verify"] = answer("verify", pool_name)

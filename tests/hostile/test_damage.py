@@ -23,6 +23,8 @@ from tests.support import Worker
 
 LIMITS = sc.CachePoolLimits(1 << 20, 1 << 15, 1 << 20, 1 << 20)
 SIZES = {"owners_max": 8, "managers_max": 16, "reservations_max": 16, "arena_bytes": 0}
+ARENA = SIZES | {"arena_bytes": 6 << 20, "claims_max": 8, "blocks_max": 40}
+ARENA_LIMITS = sc.CachePoolLimits(1 << 20, 8 << 20, 1 << 20, 1 << 20)
 
 # Words whose damage a walk must find: region number, offset in it. See core/layout.h.
 FOUND_BY_VERIFY = [
@@ -44,14 +46,28 @@ def hold(pool: sc.CacheResidencyPool, first: int) -> list[object]:
     return held + list(reservations)
 
 
+def store(pool: sc.CacheResidencyPool, first: int) -> list[object]:
+    """Published blocks of two sizes, leased and not, one not published, one withdrawn, a claim."""
+    held: list[object] = [pool.allocate(4096), pool.claim(bytes([100 + first]) * 32)]
+    parent = None
+    for number in range(first, first + 6):
+        block = pool.allocate(4096 if number % 2 else 64)
+        parent = block.publish(bytes([number]) * 32, parent=parent).lease
+        if number % 3 == 0:
+            held.append(parent)
+    pool.invalidate(bytes([first + 3]) * 32)
+    return held
+
+
 @pytest.fixture
 def used(pool_name: str) -> Iterator[sc.CacheResidencyPool]:
     """A pool with a live owner, this process, and a killed one that nobody has swept yet."""
-    pool = sc.CacheResidencyPool.create(pool_name, LIMITS, **SIZES)
+    pool = sc.CacheResidencyPool.create(pool_name, ARENA_LIMITS, **ARENA)
     held = hold(pool, 5)
-    with Worker("import shmcache as sc", hold) as worker:
+    held += store(pool, 0)
+    with Worker("import shmcache as sc", hold, store) as worker:
         worker.call("pool = sc.CacheResidencyPool.attach(name)", name=pool_name)
-        worker.call("held = hold(pool, 9)")
+        worker.call("held = hold(pool, 9) + store(pool, 6)")
         worker.kill()
     yield pool
     pool.close()
@@ -60,7 +76,8 @@ def used(pool_name: str) -> Iterator[sc.CacheResidencyPool]:
 
 @pytest.mark.parametrize(
     "area",
-    "header lock gate redo control owners managers manager_index reservations random".split(),
+    "header lock gate redo control owners managers manager_index reservations random claims "
+    "claim_index classes slabs blocks index pins policy rings".split(),
 )
 def test_damage_is_answered_with_typed_errors(
     used: sc.CacheResidencyPool, area: str, seed: int
@@ -77,7 +94,7 @@ def test_damage_is_answered_with_typed_errors(
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"after {lines[-1:]}: {done.stderr[-2000:]}"
     assert lines[-1].startswith("done ")
-    assert int(lines[-1].split()[1]) >= 96
+    assert int(lines[-1].split()[1]) >= 40
     assert used.verify().ok  # the harness put everything back
 
 
@@ -88,7 +105,7 @@ def test_verify_finds_a_flipped_bit(pool_name: str, rng: random.Random) -> None:
     path = segment_path(pool_name)
     whole = path.read_bytes()
     for region, offset in FOUND_BY_VERIFY:
-        (start,) = struct.unpack_from("=Q", whole, 168 + 8 * region)
+        (start,) = struct.unpack_from("=Q", whole, 216 + 8 * region)
         (old,) = struct.unpack_from("=Q", whole, start + offset)
         damaged = bytearray(whole)
         struct.pack_into("=Q", damaged, start + offset, old ^ (1 << rng.randrange(64)))
@@ -124,10 +141,11 @@ def test_a_huge_claim_allocates_nothing(pool_name: str) -> None:
     """A header that claims 64 TiB is judged by the file's size before anything is mapped."""
     path = segment_path(pool_name)
     sc.CacheResidencyPool.create(pool_name, LIMITS, **SIZES).close()
-    header = bytearray(path.read_bytes()[:432])
-    struct.pack_into("=Q", header, 96 + 32, 1 << 46)  # arena_bytes
-    struct.pack_into("=Q", header, 96 + 40, 1 << 24)  # blocks_max
-    struct.pack_into("=Q", header, 424, fnv1a(bytes(header[:424])))
+    header = bytearray(path.read_bytes()[:544])
+    struct.pack_into("=Q", header, 112 + 32, 1 << 46)  # arena_bytes
+    struct.pack_into("=Q", header, 112 + 40, 1 << 20)  # blocks_max
+    struct.pack_into("=Q", header, 112 + 48, 1 << 20)  # block_bytes_max
+    struct.pack_into("=Q", header, 536, fnv1a(bytes(header[:536])))
     with path.open("r+b") as file:
         file.write(header)
     with pytest.raises(sc.SegmentError.Refused) as refusal:
