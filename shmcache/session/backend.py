@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shmcache._core import CachePoolReservation
 from shmcache.policy.identity import CacheBlockId
 
 A = TypeVar("A")
@@ -90,9 +89,13 @@ class HostCopy(NamedTuple):
 class HostMemory(Protocol):
     """Where host copies lie.
 
-    Contract: called under the session's lock, so nothing here may wait. `bound` comes first, is
-    reserved on the host axis, and is no less than what `allocate` then occupies anew.
+    Contract: called under the session's lock, so nothing here may wait. `bound` comes first and is
+    no less than what `allocate` then occupies anew. Unless `admits`, it is reserved in between.
     """
+
+    @property
+    def admits(self) -> bool:
+        """Whether `allocate` itself is the admission, and the pool charges what it gives."""
 
     @property
     def pool_evicts(self) -> bool:
@@ -101,12 +104,14 @@ class HostMemory(Protocol):
     def bound(self, id: CacheBlockId, spec: BlockSpec) -> int:
         """Bytes that a copy of this block may need beyond what is allocated already."""
 
-    def allocate(
-        self, id: CacheBlockId, spec: BlockSpec, reservation: CachePoolReservation
-    ) -> HostCopy:
-        """Room for a copy, contents undefined. `reservation` covers `bound` and stays the caller's.
+    def transfer_bytes(self, spec: BlockSpec) -> int:
+        """What moving a copy holds of the transfer axis."""
 
-        Errors: whatever allocators raise; nothing is then occupied.
+    def allocate(self, id: CacheBlockId, spec: BlockSpec) -> HostCopy:
+        """Room for a copy, contents undefined.
+
+        Errors: `CachePoolError.BudgetExceeded` of the host axis where it `admits`; whatever
+        allocators raise. Nothing is then occupied.
         """
 
     def ready(self, id: CacheBlockId) -> HostCopy | None:

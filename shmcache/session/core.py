@@ -30,7 +30,13 @@ from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolUsage
-from shmcache.session.backend import BlockSpec, CacheBackend, HostCopyOperation, HostMemory
+from shmcache.session.backend import (
+    BlockSpec,
+    CacheBackend,
+    HostCopy,
+    HostCopyOperation,
+    HostMemory,
+)
 from shmcache.session.layers import ModelLayers
 from shmcache.session.ledger import Ledger, Peaks, Sums
 from shmcache.session.locking import SessionLock
@@ -298,6 +304,13 @@ class SessionCore:
         except CachePoolError as error:
             raise CacheResidencyError.Pool(error) from error
 
+    def allocate(self, record: BlockRecord) -> HostCopy:
+        """Host memory for a block. Errors: Pool, where allocating is the admission."""
+        try:
+            return self.memory.allocate(record.id, record.spec)
+        except CachePoolError as error:
+            raise CacheResidencyError.Pool(error) from error
+
     def reserve(self, *, host: int = 0, transfer: int = 0, disk: int = 0) -> CachePoolReservation:
         """Admission to the pool. Errors: Pool(BudgetExceeded)."""
         usage = CachePoolUsage(0, host, transfer, disk)
@@ -317,5 +330,8 @@ class SessionCore:
             setattr(row, name, getattr(row, name) + amount)
 
     def end(self) -> None:
-        """Leave the pool."""
+        """Let go of all memory, then leave the pool."""
+        self.records.clear()
+        self.busy.clear()
+        self.tails.clear()
         self._membership.release()

@@ -13,7 +13,7 @@ from shmcache.errors import CacheLifecycleError, CacheResidencyError, CacheStora
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.session.backend import HostCopy, HostCopyOperation
 from shmcache.session.core import SessionCore
-from shmcache.session.records import BlockRecord
+from shmcache.session.records import IDLE, BlockRecord, Pending
 from shmcache.states.storage import CacheStoragePhase
 
 
@@ -39,20 +39,23 @@ class Demotions:
         held, budget = core.sums().host, core.options.host_budget_bytes
         if held + bound > budget:
             raise CacheResidencyError.BudgetExceeded(CacheTier.HOST, held + bound, budget)
-        with core.reserve(host=bound, transfer=bound) as admitted:
-            host = core.memory.allocate(id, record.spec, admitted)
+        reserved = 0 if core.memory.admits else bound
+        transfer = core.memory.transfer_bytes(record.spec)
+        with core.reserve(host=reserved, transfer=transfer) as admitted:
+            host = core.allocate(record)
             arrays = record.storage.device_resource
             assert arrays is not None
             number = core.next_operation()
             operation = core.backend.copy_to_host(id, number, arrays, host)
-            record.bound = bound
+            target = host.allocation if core.memory.admits else None
+            record.pending = Pending(reserved, transfer, target)
             record.storage.begin_host_demotion(operation)
             core.changed(record)
             try:
                 core.publish(admitted)
             except CacheResidencyError:
                 record.storage.fail_host_demotion(number)
-                record.bound = 0
+                record.pending = IDLE
                 core.changed(record)
                 raise
         return operation
@@ -77,8 +80,9 @@ class Demotions:
             waited_ns = time.monotonic_ns() - started_ns
             layer = record.id.global_layer
             core.count(layer, in_flight_waits=1, transfer_wait=waited_ns)
-            if host is not None and host.capacity_bytes > record.bound and not _shared(core, host):
-                failure = f"the copy took {host.capacity_bytes} bytes of {record.bound} reserved"
+            if host is not None and _exceeds(host, record.pending):
+                bound = record.pending.bound
+                failure = f"the copy took {host.capacity_bytes} bytes of {bound} reserved"
             if failure is not None:
                 record.storage.fail_host_demotion(operation.operation_id)
                 core.count(layer, failures=1)
@@ -86,7 +90,7 @@ class Demotions:
                 assert host is not None
                 record.storage.finish_host_demotion(operation.operation_id, host)
                 core.count(layer, host_demotions=1, transfer_bytes=record.logical_bytes)
-            record.bound = 0
+            record.pending = IDLE
             core.changed(record)
             core.publish()
         if failure is not None:
@@ -132,6 +136,6 @@ def _waits_for(record: BlockRecord, operation: HostCopyOperation) -> bool:
     return pending is not None and pending.operation_id == operation.operation_id
 
 
-def _shared(core: SessionCore, host: HostCopy) -> bool:
-    """Whether other copies lie in the same allocation, which is then reserved only once."""
-    return core.ledger.has(host.allocation)
+def _exceeds(host: HostCopy, pending: Pending) -> bool:
+    """Whether a copy has taken more than what was reserved for it."""
+    return pending.target is None and host.capacity_bytes > pending.bound

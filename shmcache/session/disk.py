@@ -28,7 +28,14 @@ from shmcache.session.backend import BlockSpec, HostCopy
 from shmcache.session.block_files import read_block, write_block
 from shmcache.session.core import SessionCore
 from shmcache.session.options import LiveCacheDiskPolicyEnabled
-from shmcache.session.records import BlockFile, BlockRecord, PendingIo, Ticket, WriteReservation
+from shmcache.session.records import (
+    IDLE,
+    BlockFile,
+    BlockRecord,
+    PendingIo,
+    Ticket,
+    WriteReservation,
+)
 from shmcache.states.storage import CacheIoOperationKey, CacheIoOperationKind, CacheStoragePhase
 
 _P = CacheStoragePhase
@@ -419,7 +426,7 @@ class DiskTier:
             raise CacheResidencyError.IoExecution(error) from error
 
     def _changed(self, record: BlockRecord) -> None:
-        record.bound = 0
+        record.pending = IDLE
         self._core.changed(record)
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from shmcache.policy.identity import CacheRepresentation, CacheTier
 from shmcache.session.backend import HostAllocation
 from shmcache.session.core import SessionCore
-from shmcache.session.records import BlockRecord
+from shmcache.session.records import BlockRecord, Pending
 from shmcache.states.storage import CacheStoragePhase
 from shmcache.telemetry import CacheLayerResidencyStats, CacheResidencyReport
 from shmcache.telemetry.process import sample_process
@@ -128,6 +128,7 @@ def _count_in_flight(
         row.in_flight_write_blocks += 1
         row.in_flight_write_bytes += write.transfer_bytes
         if write.allocation not in counted:
+            counted.add(write.allocation)
             row.current_host_bytes += write.allocation.capacity_bytes
         if not ledger.has_own_file(records.get(write.key.id)):
             row.current_disk_bytes += write.logical_bytes
@@ -136,9 +137,18 @@ def _count_in_flight(
         if not ledger.is_pending(number, records.get(id)):
             row = rows.setdefault(id.global_layer, CacheLayerResidencyStats())
             row.current_device_bytes += retiring.device_bytes
-            row.current_host_bytes += retiring.bound
             row.in_flight_host_demotion_blocks += 1
-            row.in_flight_host_demotion_bytes += retiring.bound
+            row.in_flight_host_demotion_bytes += retiring.pending.transfer
+            _count_pending(row, retiring.pending, counted)
     for read in ledger.retiring_reads.values():
         row = rows.setdefault(read.layer, CacheLayerResidencyStats())
-        row.current_host_bytes += read.bound
+        _count_pending(row, read.pending, counted)
+
+
+def _count_pending(
+    row: CacheLayerResidencyStats, pending: Pending, counted: set[HostAllocation]
+) -> None:
+    row.current_host_bytes += pending.bound
+    if pending.target is not None and pending.target not in counted:
+        counted.add(pending.target)
+        row.current_host_bytes += pending.target.capacity_bytes

@@ -17,7 +17,7 @@ from shmcache.session.backend import HostCopyOperation
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier
-from shmcache.session.records import RetiringDemotion, RetiringRead, Ticket
+from shmcache.session.records import IDLE, RetiringDemotion, RetiringRead, Ticket
 from shmcache.states.storage import CacheIoOperationKind
 
 _GENERATIONS = 1 << 64
@@ -52,15 +52,15 @@ class Generations:
             operation, io = storage.host_demotion, storage.io
             if operation is not None:
                 core.ledger.retiring_demotions[operation.operation_id] = RetiringDemotion(
-                    operation, record.logical_bytes, record.bound
+                    operation, record.logical_bytes, record.pending
                 )
                 retiring.demotions.append(operation)
             elif io is not None and io.key.kind is CacheIoOperationKind.READ:
                 self._cancel(io.ticket)
-                read = RetiringRead(io.ticket, record.id.global_layer, record.bound)
+                read = RetiringRead(io.ticket, record.id.global_layer, record.pending)
                 retiring.reads.append((core.ledger.retire_read(read), io.ticket))
                 storage.fail_io_if_matches(io.key)
-                record.bound = 0
+                record.pending = IDLE
                 core.changed(record)
             elif io is not None:
                 self._cancel(io.ticket)

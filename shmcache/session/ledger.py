@@ -114,10 +114,6 @@ class Ledger:
         """The block is gone."""
         self._replace(record, Contribution())
 
-    def has(self, allocation: HostAllocation) -> bool:
-        """Whether a copy in this allocation is counted."""
-        return allocation in self._allocations
-
     @staticmethod
     def has_own_file(record: BlockRecord | None) -> bool:
         """Whether the block rests on a file of this session, not on one of a prompt cache."""
@@ -153,24 +149,27 @@ class Ledger:
 
     def _sums_in_flight(self, records: Mapping[CacheBlockId, BlockRecord]) -> Sums:
         device, demotion, disk = self._device, self._demotion, self._disk
-        host, charge = self._host + self._bound, self._host_charge + self._bound
-        write = 0
+        host, charge, bound = self._host, self._host_charge, self._bound
+        write, held = 0, set[HostAllocation | None]()
         for reservation in self.writes.values():
             write += reservation.transfer_bytes
             if not self.has_own_file(records.get(reservation.key.id)):
                 disk += reservation.logical_bytes
-            if reservation.allocation not in self._allocations:
-                host += reservation.allocation.capacity_bytes
-                charge += reservation.allocation.charge_bytes
+            held.add(reservation.allocation)
         for number, retiring in self.retiring_demotions.items():
             if not self.is_pending(number, records.get(retiring.operation.block_id)):
                 device += retiring.device_bytes
-                host += retiring.bound
-                charge += retiring.bound
-                demotion += retiring.bound
+                demotion += retiring.pending.transfer
+                bound += retiring.pending.bound
+                held.add(retiring.pending.target)
         for read in self.retiring_reads.values():
-            host += read.bound
-            charge += read.bound
+            bound += read.pending.bound
+            held.add(read.pending.target)
+        for allocation in held.difference(self._allocations):
+            if allocation is not None:
+                host += allocation.capacity_bytes
+                charge += allocation.charge_bytes
+        host, charge = host + bound, charge + bound
         return Sums(device, host, charge, write, demotion, disk, self._imported)
 
     def _replace(self, record: BlockRecord, now: Contribution) -> None:
@@ -203,16 +202,18 @@ def contribution(record: BlockRecord) -> Contribution:
     phase, backing, host = storage.phase, storage.backing, storage.host_resource
     size = record.logical_bytes
     device = bound = demotion = disk = imported = 0
+    allocation: HostAllocation | None = None
     if phase is _P.DEVICE:
         device = size
     elif phase is _P.DEMOTING_TO_HOST:
-        device, bound, demotion = size, record.bound, record.bound
+        device, (bound, demotion, allocation) = size, record.pending
     elif phase is _P.DISK_READING:
-        bound = record.bound
+        bound, _, allocation = record.pending
+    elif host is not None:
+        allocation = host.allocation
     if backing is not None:
         if not backing.persistent:
             disk = size
         elif phase is _P.DISK_READY or phase is _P.DISK_READING:
             imported = size
-    allocation = None if host is None else host.allocation
     return Contribution(device, bound, demotion, disk, imported, allocation)

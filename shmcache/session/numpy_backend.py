@@ -12,7 +12,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from shmcache._core import CachePoolReservation
 from shmcache.bounds import bounded, instance
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.session.backend import (
@@ -41,6 +40,11 @@ class PrivateHostMemory:
         self._granule = bounded(granule_bytes, "granule_bytes", 1, 1 << 30)
 
     @property
+    def admits(self) -> bool:
+        """The pool knows nothing of this memory but what is reserved and published."""
+        return False
+
+    @property
     def pool_evicts(self) -> bool:
         """What is here was admitted, and nobody else may take it."""
         return False
@@ -49,9 +53,11 @@ class PrivateHostMemory:
         """What `allocate` will take, exactly."""
         return sum(self._rounded(array.nbytes) for array in spec.arrays)
 
-    def allocate(
-        self, id: CacheBlockId, spec: BlockSpec, reservation: CachePoolReservation
-    ) -> HostCopy:
+    def transfer_bytes(self, spec: BlockSpec) -> int:
+        """Whole buffers move."""
+        return sum(self._rounded(array.nbytes) for array in spec.arrays)
+
+    def allocate(self, id: CacheBlockId, spec: BlockSpec) -> HostCopy:
         """One buffer per array."""
         arrays = []
         for array in spec.arrays:

@@ -9,7 +9,7 @@ from shmcache.errors import CacheResidencyError
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
-from shmcache.session.backend import CacheBackend, HostMemory
+from shmcache.session.backend import CacheBackend, HostCopyOperation, HostMemory
 from shmcache.session.balance import Balance
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
@@ -21,7 +21,6 @@ from shmcache.session.records import BlockFile
 from shmcache.session.scans import Scans
 from shmcache.session.shrinking import Shrinking
 from shmcache.session.tails import Tails
-from shmcache.states.storage import CacheStoragePhase
 
 
 class SessionParts:
@@ -115,24 +114,32 @@ class Moves:
 
     def demote(self, id: CacheBlockId) -> None:
         """One tier down (`CacheSession.demote`)."""
-        core, operation = self._core, None
-        with core.lock:
-            core.check_open()
-            core.check_removable(id)
-            storage = core.records[id].storage
-            on_device = storage.tier is CacheTier.DEVICE
-            if storage.host_demotion is not None:
-                operation = storage.host_demotion
-            elif storage.phase is CacheStoragePhase.DEVICE and storage.backing is not None:
-                core.release_device_to_disk(core.records[id])
-            elif on_device:
-                operation = self._demotions.begin(id)
+        with self._core.lock:
+            on_device, operation = self._begin(id)
         if operation is not None:
             self._demotions.finish(operation)
         elif not on_device:
             gone = self._disk.leave_host(id)
             if not isinstance(gone, Leaving):
                 self._disk.wait_write(gone)
+
+    def _begin(self, id: CacheBlockId) -> tuple[bool, HostCopyOperation | None]:
+        """Whether it was on the device, and the copy to wait for. With the lock held.
+
+        A function of its own: an error raised while waiting must not keep the block's memory.
+        """
+        core = self._core
+        core.check_open()
+        core.check_removable(id)
+        storage = core.records[id].storage
+        if storage.tier is not CacheTier.DEVICE:
+            return False, None
+        if storage.host_demotion is not None:
+            return True, storage.host_demotion
+        if storage.backing is not None:
+            core.release_device_to_disk(core.records[id])
+            return True, None
+        return True, self._demotions.begin(id)
 
     def flush(self) -> None:
         """Wait for every write (`CacheSession.flush`)."""

@@ -29,7 +29,7 @@ from shmcache.session.balance import Balance, Step
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier
-from shmcache.session.records import BlockRecord
+from shmcache.session.records import IDLE, BlockRecord, Pending
 from shmcache.states.storage import CacheHostPromotion, CacheStoragePhase
 
 _P = CacheStoragePhase
@@ -326,20 +326,22 @@ class Reader:
         Errors: Pool.
         """
         core = self._core
-        with core.reserve(host=bound) as admitted:
+        reserved = 0 if core.memory.admits else bound
+        with core.reserve(host=reserved) as admitted:
             token = core.reserve(transfer=record.logical_bytes)
             try:
-                host = core.memory.allocate(record.id, record.spec, admitted)
-                record.bound = bound
+                host = core.allocate(record)
+                target = host.allocation if core.memory.admits else None
+                record.pending = Pending(reserved, 0, target)
                 begun = self._disk.begin_read(record, host)
                 if isinstance(begun, CacheIoSubmission):
                     core.publish(admitted)
                     return begun, token
-                record.bound = 0
+                record.pending = IDLE
                 token.release()
                 return begun, token
             except BaseException:
-                record.bound = 0
+                record.pending = IDLE
                 self._disk.undo_read(record)
                 token.release()
                 raise

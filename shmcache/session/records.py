@@ -49,6 +49,21 @@ Storage: TypeAlias = (
 )
 
 
+class Pending(NamedTuple):
+    """What a copy to the host, or a read, holds until it is done.
+
+    `bound`: host bytes that were reserved for it. `target`: the memory itself, where the pool has
+    charged that instead. `transfer`: bytes of the transfer axis that are published.
+    """
+
+    bound: int = 0
+    transfer: int = 0
+    target: HostAllocation | None = None
+
+
+IDLE = Pending()
+
+
 class Contribution(NamedTuple):
     """What one block adds to the session's sums; see ledger.py."""
 
@@ -61,9 +76,9 @@ class Contribution(NamedTuple):
 
 
 class BlockRecord:
-    """One sealed block. `bound`: host bytes reserved by the pending demotion or read."""
+    """One sealed block. `pending`: what its demotion or read holds of the host."""
 
-    __slots__ = ("bound", "counted", "id", "imported", "logical_bytes", "spec", "storage")
+    __slots__ = ("counted", "id", "imported", "logical_bytes", "pending", "spec", "storage")
 
     def __init__(
         self,
@@ -79,7 +94,7 @@ class BlockRecord:
         self.logical_bytes = spec.logical_bytes if logical_bytes is None else logical_bytes
         self.storage = storage
         self.imported = imported
-        self.bound = 0
+        self.pending = IDLE
         self.counted = Contribution()
 
 
@@ -98,7 +113,7 @@ class RetiringDemotion(NamedTuple):
 
     operation: HostCopyOperation
     device_bytes: int
-    bound: int
+    pending: Pending
 
 
 class RetiringRead(NamedTuple):
@@ -106,7 +121,7 @@ class RetiringRead(NamedTuple):
 
     ticket: Ticket
     layer: int
-    bound: int
+    pending: Pending
 
 
 class Tail:

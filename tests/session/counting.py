@@ -23,9 +23,9 @@ def recounted(core: SessionCore) -> Sums:
             assert storage.host_resource is not None
             host += storage.host_resource.capacity_bytes
         if phase in RESERVED:
-            host += record.bound
+            host += record.pending.bound
         if phase is Phase.DEMOTING_TO_HOST:
-            demotion += record.bound
+            demotion += record.pending.transfer
         if storage.backing is not None:
             if not storage.backing.persistent:
                 disk += record.logical_bytes
@@ -45,7 +45,7 @@ def recounted(core: SessionCore) -> Sums:
         pending = None if owner is None else owner.storage.host_demotion
         if pending is None or pending.operation_id != number:
             device += retiring.device_bytes
-            host += retiring.bound
-            demotion += retiring.bound
-    host += sum(read.bound for read in core.ledger.retiring_reads.values())
+            host += retiring.pending.bound
+            demotion += retiring.pending.transfer
+    host += sum(read.pending.bound for read in core.ledger.retiring_reads.values())
     return Sums(device, host, host, write, demotion, disk, imported)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shmcache._core import CachePoolReservation
 from shmcache.policy.identity import CacheBlockId
 from shmcache.session.backend import BlockSpec, HostAllocation, HostCopy
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
@@ -30,10 +29,12 @@ class GroupMemory(PrivateHostMemory):
     def bound(self, id: CacheBlockId, spec: BlockSpec) -> int:
         return 0 if id.start in self.allocations else 100
 
-    def allocate(
-        self, id: CacheBlockId, spec: BlockSpec, reservation: CachePoolReservation
-    ) -> HostCopy:
-        made = super().allocate(id, spec, reservation)
+    @property
+    def admits(self) -> bool:
+        return True
+
+    def allocate(self, id: CacheBlockId, spec: BlockSpec) -> HostCopy:
+        made = super().allocate(id, spec)
         allocation = self.allocations.setdefault(id.start, HostAllocation(100, 0))
         return HostCopy(made.arrays, allocation, 32)
 

@@ -1,0 +1,177 @@
+"""Host copies in the pool's arena: one block for the layers of a group and one range of tokens.
+
+Why: a block per layer would be a key per layer once blocks are shared, and a size per layer in the
+arena. Layers of equal policy have slices of equal size, so they lie side by side in one block,
+which is there as long as one of them is.
+
+Contract: allocating is the admission, and the engine charges the block: a session publishes nothing
+for it, but counts its capacity against its own host budget, once. A slice is given out again only
+when no array of its former copy is alive, so nothing that is still read is written over.
+
+Concurrency: the session's lock guards it. Death: blocks of a killed process are freed by reclaim.
+
+Not here: publishing, matching. A copy that is a lease on a published block would come from `ready`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from shmcache._core import Block
+from shmcache.errors import CachePoolError, SegmentError
+from shmcache.policy.identity import CacheBlockId
+from shmcache.policy.prompt_identity import PromptCacheModelIdentity
+from shmcache.pool.pool import CacheResidencyPool
+from shmcache.pool.values import CachePoolResource
+from shmcache.session.backend import BlockSpec, HostAllocation, HostArray, HostCopy
+
+_ALIGN: Final = 64
+_PAGE: Final = 4096
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Key: TypeAlias = tuple[int, int, int, int, int]
+
+
+class _Place(NamedTuple):
+    """A layer's place among those that share blocks."""
+
+    group: int
+    number: int
+    layers: int
+
+
+class _GroupBlock(HostAllocation):
+    """One block of the arena, and which of its slices are in use."""
+
+    __slots__ = ("_block", "_used")
+
+    def __init__(self, block: Block) -> None:
+        super().__init__(block.capacity, 0)
+        self._block = block
+        self._used: dict[int, weakref.ref[_Bytes]] = {}
+
+    def has_free(self, index: int) -> bool:
+        """Whether no array of an earlier copy in this slice is alive."""
+        used = self._used.get(index)
+        return used is None or used() is None
+
+    def slice(self, index: int, stride: int) -> _Bytes:
+        """The bytes of a slice; all arrays over them keep this very array, and the block, alive."""
+        made: _Bytes = np.frombuffer(
+            self._block.memoryview(), np.uint8, count=stride, offset=index * stride
+        )
+        self._used[index] = weakref.ref(made)
+        return made
+
+
+def layer_groups(model: PromptCacheModelIdentity) -> list[list[int]]:
+    """The layers of a model that may share blocks: those of equal policy, by global number."""
+    groups: dict[object, list[int]] = {}
+    for number, policy in enumerate(model.layer_layout, model.global_layer_start):
+        if policy.attention is not None:
+            groups.setdefault(policy, []).append(number)
+    return list(groups.values())
+
+
+class ArenaHostMemory:
+    """See the module. `groups` says which layers share a block; `layer_groups(model)` by default
+    of those who have a model, one list per layer for a block each.
+
+    Errors: `SegmentError.NoArena` when it is used with a pool that has none.
+    """
+
+    def __init__(self, pool: CacheResidencyPool, groups: Iterable[Sequence[int]]) -> None:
+        self._pool = pool
+        self._places = {
+            layer: _Place(layers[0], index, len(layers))
+            for layers in groups
+            for index, layer in enumerate(layers)
+        }
+        self._block_bytes_max = pool.geometry().block_bytes_max
+        self._blocks: weakref.WeakValueDictionary[_Key, _GroupBlock] = weakref.WeakValueDictionary()
+
+    @property
+    def admits(self) -> bool:
+        """The arena charges each block by itself."""
+        return True
+
+    @property
+    def pool_evicts(self) -> bool:
+        """Published blocks that nobody leases make room for new ones."""
+        return True
+
+    def bound(self, id: CacheBlockId, spec: BlockSpec) -> int:
+        """The capacity of a new block, or nothing where a slice of an old one is free."""
+        key, index, slices = self._find(id, spec)
+        block = self._blocks.get(key)
+        if block is not None and block.has_free(index):
+            return 0
+        return class_bytes(slices * _stride(spec))
+
+    def transfer_bytes(self, spec: BlockSpec) -> int:
+        """A slice moves."""
+        return spec.logical_bytes
+
+    def allocate(self, id: CacheBlockId, spec: BlockSpec) -> HostCopy:
+        """A slice of the group's block, which is made if it is not there.
+
+        Errors: `CachePoolError.BudgetExceeded` of the host axis, also for a full arena;
+        `SegmentError.BlockTooLarge`, `TableFull`.
+        """
+        key, index, slices = self._find(id, spec)
+        block = self._blocks.get(key)
+        if block is None or not block.has_free(index):
+            block = _GroupBlock(self._new_block(slices * _stride(spec)))
+            self._blocks[key] = block
+        room = block.slice(index, _stride(spec))
+        arrays: list[HostArray] = []
+        at = 0
+        for each in spec.arrays:
+            arrays.append(room[at : at + each.nbytes].view(each.dtype).reshape(each.shape))
+            at += _aligned(each.nbytes)
+        return HostCopy(tuple(arrays), block, spec.logical_bytes)
+
+    def ready(self, id: CacheBlockId) -> HostCopy | None:
+        """Nothing is shared yet."""
+        return None
+
+    def _find(self, id: CacheBlockId, spec: BlockSpec) -> tuple[_Key, int, int]:
+        """Which block the slice is in, its index there, and how many slices that block has.
+
+        A group that is too large for one block of the arena has several.
+        """
+        place = self._places.get(id.global_layer, _Place(id.global_layer, 0, 1))
+        stride = _stride(spec)
+        fit = max(self._block_bytes_max // stride, 1)
+        part, index = divmod(place.number, fit)
+        slices = min(place.layers - part * fit, fit)
+        return (place.group, part, id.start, id.end, stride), index, slices
+
+    def _new_block(self, nbytes: int) -> Block:
+        try:
+            return self._pool.allocate(nbytes)
+        except SegmentError.ArenaFull as error:
+            arena = self._pool.geometry().arena_bytes
+            raise CachePoolError.BudgetExceeded(
+                CachePoolResource.HOST, arena + error.needed, arena
+            ) from error
+
+
+def class_bytes(nbytes: int) -> int:
+    """What a block of so many bytes occupies in an arena."""
+    align = _PAGE if nbytes >= _PAGE else _ALIGN
+    return -(-nbytes // align) * align
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _stride(spec: BlockSpec) -> int:
+    """Bytes from one slice to the next; each array begins at a multiple of 64."""
+    return sum(_aligned(each.nbytes) for each in spec.arrays)
