@@ -97,6 +97,7 @@ static void fill_layout(struct shmc_header *header)
 {
     const struct shmc_geometry *g = &header->geometry;
     bool arena = g->arena_bytes != 0;
+    header->reserved = 0;
     header->manager_buckets = (uint32_t)power_of_two_at_least(g->managers_max);
     fill_arena_counts(header);
     const uint64_t bytes[SHMC_REGIONS] = {

@@ -40,6 +40,8 @@ static struct shmc_geometry with_arena(void)
     struct shmc_geometry geometry = tables(ROOMY, 4, 8, 8);
     geometry.arena_bytes = 4 << 20;
     geometry.blocks_max = 100;
+    geometry.block_bytes_max = 2 << 20;
+    geometry.claims_max = 10;
     return geometry;
 }
 
@@ -264,6 +266,15 @@ static const struct broken {
     BROKEN(arena_bytes, 0),
     BROKEN(arena_bytes, SHMC_ARENA_BYTES_LIMIT + 1),
     BROKEN(arena_bytes, UINT64_MAX),
+    BROKEN(arena_bytes, (4 << 20) + 1),
+    BROKEN(block_bytes_max, 0),
+    BROKEN(block_bytes_max, (4 << 20) + 1),
+    BROKEN(claims_max, SHMC_CLAIMS_LIMIT + 1),
+    BROKEN(free_low_bytes, 1),
+    BROKEN(free_high_bytes, 4 << 20),
+    BROKEN(eviction_policy, SHMC_POLICIES),
+    BROKEN(flags, SHMC_FLAGS + 1),
+    BROKEN(reserved, 1),
     BROKEN(mode, 0),
     BROKEN(mode, 0400),
     BROKEN(mode, 0666),
@@ -294,6 +305,8 @@ TEST(the_largest_geometry_is_possible)
                SHMC_MANAGERS_LIMIT, SHMC_RESERVATIONS_LIMIT);
     geometry.arena_bytes = SHMC_ARENA_BYTES_LIMIT;
     geometry.blocks_max = SHMC_BLOCKS_LIMIT;
+    geometry.block_bytes_max = SHMC_BLOCK_BYTES_LIMIT;
+    geometry.claims_max = SHMC_CLAIMS_LIMIT;
     EXPECT(shmc_segment_bytes(&geometry) > SHMC_ARENA_BYTES_LIMIT);
     EXPECT(shmc_segment_bytes(&geometry) < 2 * SHMC_ARENA_BYTES_LIMIT);
 }
@@ -313,11 +326,13 @@ static void expect_sound_layout(const struct shmc_header *header)
     EXPECT_EQ(geometry->arena_bytes, header->region_bytes[SHMC_REGION_ARENA]);
     EXPECT(header->manager_buckets >= geometry->managers_max);
     EXPECT_EQ(0, header->manager_buckets & (header->manager_buckets - 1));
-    EXPECT_EQ(0, header->index_buckets & (header->index_buckets - 1));
     EXPECT(header->index_buckets * 8ull >= geometry->blocks_max * 2);
     EXPECT(header->region_bytes[SHMC_REGION_PINS] * 8 >=
            geometry->blocks_max * geometry->owners_max);
-    EXPECT(header->slabs_max * header->slab_bytes <= geometry->arena_bytes);
+    uint64_t slabs = header->slabs_max * header->slab_bytes;
+    EXPECT(slabs >= geometry->arena_bytes && slabs - geometry->arena_bytes <= header->slab_bytes);
+    EXPECT(header->slab_bytes >= geometry->block_bytes_max);
+    EXPECT_EQ(0, header->ring_entries & (header->ring_entries - 1));
 }
 
 /* Regions never overlap, whatever the sizes; small ones, so that many can be formatted. */
@@ -328,8 +343,11 @@ TEST(any_geometry_has_a_sound_layout)
             tables(ROOMY, 1 + (uint32_t)random_below(20), 1 + (uint32_t)random_below(200),
                    1 + (uint32_t)random_below(200));
         if (random_below(2) == 0) {
-            geometry.arena_bytes = 1 + random_below(10 << 20);
+            geometry.arena_bytes = 64 * (1 + random_below(160 << 10));
             geometry.blocks_max = 1 + random_below(2000);
+            geometry.block_bytes_max = 1 + random_below(geometry.arena_bytes);
+            geometry.claims_max = (uint32_t)random_below(100);
+            geometry.eviction_policy = (uint32_t)random_below(SHMC_POLICIES);
         }
         int fd = new_segment(geometry);
         struct shmc_header header = header_of(fd);
@@ -345,6 +363,9 @@ static bool differ_only_in_choices(struct shmc_header one, struct shmc_header tw
     two.created_ns = one.created_ns;
     two.geometry.eviction_policy = one.geometry.eviction_policy;
     two.geometry.flags = one.geometry.flags;
+    two.geometry.block_bytes_max = one.geometry.block_bytes_max;
+    two.geometry.free_low_bytes = one.geometry.free_low_bytes;
+    two.geometry.free_high_bytes = one.geometry.free_high_bytes;
     memcpy(two.geometry.limits, one.geometry.limits, sizeof two.geometry.limits);
     two.checksum = one.checksum;
     return memcmp(&one, &two, sizeof one) == 0;
