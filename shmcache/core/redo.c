@@ -90,30 +90,28 @@ void shmc_redo_set(struct shmc_handle *handle, uint64_t *word, uint64_t value)
 
 void shmc_redo_put(struct shmc_handle *handle, uint64_t *word, uint64_t value)
 {
-#ifdef SHMC_MUTANT_NO_REDO
-    (void)handle;
-    shmc_store_release(word, value);
-    shmc_step_barrier();
-#else
     SHMC_ASSERT(handle->redo_count < SHMC_REDO_WORDS_MAX);
     struct shmc_redo_word *slot = &handle->redo->words[handle->redo_count++];
     slot->offset = (uint64_t)((uint8_t *)word - handle->base);
     slot->value = value;
     handle->redo_seen |= seen_bit(slot->offset);
-#endif
 }
 
 void shmc_redo_commit(struct shmc_handle *handle)
 {
-    struct shmc_redo *redo = handle->redo;
     if (handle->redo_count == 0)
         return;
+#ifdef SHMC_MUTANT_NO_REDO
+    apply(handle, handle->redo_count);
+#else
+    struct shmc_redo *redo = handle->redo;
     uint64_t word = commit_word(redo, handle->redo_count);
     shmc_step_barrier(); /* payload of the entries and the record's words come first */
     shmc_store_release(&redo->commit, word);
     shmc_step_barrier();
     apply(handle, handle->redo_count);
     shmc_store_release(&redo->commit, 0);
+#endif
     shmc_step_barrier();
 }
 

@@ -6,7 +6,7 @@
  * Contract    tracee.c runs jobs of the engine in children: stepped, free, stopped, killed.
  *             world.c furnishes a small segment and says what must hold after a death in it.
  *             recording.c steps through a job once and keeps what each death would leave. sweep.c
- *             kills at every instruction; orders.c forces the rare orders of several
+ *             kills at every instruction, arena.c in the arena; orders.c forces the rare orders of several
  *             processes; main.c is the command line.
  * Death       Of the harness: its children die with it (PTRACE_O_EXITKILL, PR_SET_PDEATHSIG), and
  *             the segments are memfds without a name.
@@ -58,6 +58,12 @@ struct job {
     uint64_t slice_ns;   /* 0: one try; otherwise BUSY is followed by another slice */
     uint32_t head_start; /* requests done before the job counts as running */
     bool reopens;        /* afterwards closes, opens, and does it again */
+    bool with_blocks;    /* the child maps the arena and knows its actor's leases */
+    enum {
+        JOB_REQUEST,
+        JOB_MATCH,   /* leases request.key, without the lock */
+        JOB_RELEASE, /* gives request.lease back, without the lock */
+    } kind;
 };
 
 enum stage {
@@ -219,7 +225,7 @@ struct states {
 struct states committed_states(const struct world *world, const uint8_t *first,
                                const struct recording *recording);
 
-/* ---- sweep.c and orders.c: the experiments ----------------------------------------------- */
+/* ---- sweep.c, arena.c and orders.c: the experiments ----------------------------------------------- */
 
 struct options {
     uint64_t every;    /* of nested sweeps: each n-th snapshot */
@@ -231,6 +237,7 @@ struct options {
 
 void sweep(const struct options *options);
 void kill_for_real(const struct options *options);
+void sweep_blocks(const struct options *options);
 void fence(const struct options *options);
 void stopped_holder(const struct options *options);
 void stranded_sleeper(const struct options *options);

@@ -18,6 +18,7 @@ static const struct {
     void (*run)(const struct options *options);
 } experiments[] = {
     {"sweep", sweep},
+    {"blocks", sweep_blocks},
     {"kill", kill_for_real},
     {"fence", fence},
     {"stopped", stopped_holder},

@@ -29,6 +29,11 @@ void act_as(struct shmc_handle *handle, struct actor actor)
 {
     handle->slot = actor.slot;
     handle->nonce = actor.nonce;
+    if (handle->counts == NULL || actor.slot == SHMC_NO_SLOT)
+        return;
+    handle->row = shmc_pin_row(handle, actor.slot);
+    for (uint64_t block = 0; block < handle->header.geometry.blocks_max; block++)
+        handle->counts[block] = handle->row[block / 64] >> block % 64 & 1;
 }
 
 /* ---- in the child ------------------------------------------------------------------------ */
@@ -41,12 +46,24 @@ static void count_signal(int signal)
     own_board->signals++;
 }
 
+static enum shmc_status perform_once(struct shmc_handle *handle, int kind,
+                                     struct shmc_request *request, uint64_t slice_ns)
+{
+    uint64_t found;
+    if (kind == JOB_MATCH)
+        return shmc_match(handle, request->key, 1, &request->lease, &found);
+    if (kind == JOB_REQUEST)
+        return shmc_perform(handle, request, slice_ns);
+    shmc_release(handle, &request->lease, 1);
+    return SHMC_OK;
+}
+
 /* One request of the job; true when another one follows. */
-static bool perform_next(struct shmc_handle *handle, struct shmc_request *request,
+static bool perform_next(struct shmc_handle *handle, int kind, struct shmc_request *request,
                          uint64_t slice_ns)
 {
     enum shmc_operation operation = request->operation;
-    enum shmc_status status = shmc_perform(handle, request, slice_ns);
+    enum shmc_status status = perform_once(handle, kind, request, slice_ns);
     own_board->status = status;
     if (status == SHMC_BUSY) {
         own_board->busy++;
@@ -64,8 +81,8 @@ static struct shmc_handle *child_opens(const struct job *job)
 {
     struct shmc_handle *handle;
     struct shmc_refusal refusal;
-    if (shmc_open(job->segment_fd, job->request.operation == SHMC_OP_JOIN, &handle, &refusal) !=
-        SHMC_OK)
+    bool as_owner = job->request.operation == SHMC_OP_JOIN || job->with_blocks;
+    if (shmc_open(job->segment_fd, as_owner, &handle, &refusal) != SHMC_OK)
         _exit(EXIT_BROKEN);
     act_as(handle, job->actor);
     own_board->mutex = (uint64_t)(uintptr_t)&handle->gate->mutex;
@@ -77,16 +94,16 @@ static void child_main(const struct job *job, bool stepped)
     struct shmc_request request = job->request;
     struct shmc_handle *handle = child_opens(job);
     for (uint32_t i = 0; i < job->head_start; i++)
-        perform_next(handle, &request, 0);
+        perform_next(handle, job->kind, &request, 0);
     if (stepped)
         raise(SIGSTOP);
     own_board->stage = STAGE_RUNNING;
-    while (perform_next(handle, &request, job->slice_ns))
+    while (perform_next(handle, job->kind, &request, job->slice_ns))
         ;
     if (job->reopens) {
         shmc_close(handle);
         handle = child_opens(job);
-        perform_next(handle, &request, job->slice_ns);
+        perform_next(handle, job->kind, &request, job->slice_ns);
         shmc_close(handle);
     }
     own_board->stage = STAGE_DONE;
