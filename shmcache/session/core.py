@@ -331,7 +331,7 @@ class SessionCore:
 
     def end(self) -> None:
         """Let go of all memory, then leave the pool."""
-        self.records.clear()
-        self.busy.clear()
+        for id in list(self.records):
+            self.forget(id)
         self.tails.clear()
         self._membership.release()

@@ -21,6 +21,7 @@ from shmcache.policy.topology import LayerRange, PromptCacheStateSegment, Prompt
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolLimits, CachePoolReport
 from shmcache.session import block_files, disk
+from shmcache.session.backend import HostMemory
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.records import BlockFile
@@ -153,6 +154,7 @@ def make(
     copies: Copies | None = None,
     granule: int = 20,
     reads_host: bool = False,
+    memory: HostMemory | None = None,
     edit: Callable[[PagedCacheOptions], PagedCacheOptions] = lambda options: options,
 ) -> CacheSession:
     """A session of a `tiny` model: a block of 4 tokens has 32 bytes and takes 40 on the host."""
@@ -169,7 +171,7 @@ def make(
         model=what or tiny(),
         options=edit(options),
         backend=backend,
-        memory=PrivateHostMemory(granule),
+        memory=memory or PrivateHostMemory(granule),
     )
 
 
