@@ -124,8 +124,9 @@ from shmcache.prompt.reading import (
 )
 from shmcache.prompt.reversible import ReversiblePromptCachePublication
 from shmcache.prompt.shard import finalize_prompt_cache_shard, hash_prompt_cache_shard_payload
+from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.backend import CacheBackend
-from shmcache.session.numpy_backend import NumpyBackend
+from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import CacheResidencyPolicy, LiveCacheDiskPolicy, PagedCacheOptions
 from shmcache.session.reading import CacheBlockLease
 from shmcache.session.scans import CachePiece
@@ -164,6 +165,7 @@ __all__ = [
     "PROMPT_CACHE_SCHEMA_VERSION",
     "ArenaClass",
     "ArenaHolding",
+    "ArenaHostMemory",
     "ArenaReport",
     "AttentionPolicy",
     "Block",
@@ -234,6 +236,7 @@ __all__ = [
     "PagedCacheOptions",
     "PoolingStateComponent",
     "PrefixKeys",
+    "PrivateHostMemory",
     "PromptCacheBlock",
     "PromptCacheDescriptor",
     "PromptCacheError",

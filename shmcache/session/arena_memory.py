@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -79,8 +79,8 @@ def layer_groups(model: PromptCacheModelIdentity) -> list[list[int]]:
 
 
 class ArenaHostMemory:
-    """See the module. `groups` says which layers share a block; `layer_groups(model)` by default
-    of those who have a model, one list per layer for a block each.
+    """See the module. `groups` says which layers share a block: `for_model` takes those of equal
+    policy, one list per layer gives each its own block.
 
     Errors: `SegmentError.NoArena` when it is used with a pool that has none.
     """
@@ -94,6 +94,11 @@ class ArenaHostMemory:
         }
         self._block_bytes_max = pool.geometry().block_bytes_max
         self._blocks: weakref.WeakValueDictionary[_Key, _GroupBlock] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def for_model(cls, pool: CacheResidencyPool, model: PromptCacheModelIdentity) -> Self:
+        """Layers of equal policy share blocks."""
+        return cls(pool, layer_groups(model))
 
     @property
     def admits(self) -> bool:

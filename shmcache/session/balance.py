@@ -51,6 +51,7 @@ class Balance:
         self._core = core
         self._demotions = demotions
         self._disk = disk
+        self._settled: Sums | None = None  # what was held when a look last found nothing to do
 
     def restore(self, required: CacheBlockId | None, *, allow_recent: bool = False) -> None:
         """Move blocks until no axis is over a budget. `required` stays where it is.
@@ -98,6 +99,17 @@ class Balance:
 
     # One round, with the lock held ----------------------------------------------------------------
 
+    def glance(self, required: CacheBlockId | None, allow_recent: bool = False) -> Step | None:
+        """`look` for who has added no bytes: nothing while the session holds what it held then.
+
+        Why: attention takes and releases a lease per block. Should the pool be over its limit
+        meanwhile, that is for whoever grew to correct.
+        """
+        core = self._core
+        if self._settled == core.sums() and core.background_error is None and not core.closed:
+            return None
+        return self.look(required, allow_recent)
+
     def look(self, required: CacheBlockId | None, allow_recent: bool = False) -> Step | None:
         """Publish, and say what must be done now; None when nothing is over.
 
@@ -108,6 +120,7 @@ class Balance:
             core.check_open()
         if core.background_error is not None:
             core.raise_background_error()
+        self._settled = None
         used, sums = core.publish(), core.published
         limits = core.limits
         while sums.device > core.options.device_budget_bytes or (
@@ -125,6 +138,7 @@ class Balance:
             victim = core.victims.candidate(CacheTier.HOST, required, 0)
             if victim is not None and self._disk_has_room(victim, sums):
                 return _LeaveHost(victim, awaited=False)
+        self._settled = sums
         return None
 
     def _device_step(

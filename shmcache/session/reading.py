@@ -196,7 +196,7 @@ class Reader:
     def _look_for(self, lease: CacheBlockLease) -> Step | None:
         """What must be done now that the block is demanded, with the lock held."""
         try:
-            return self._balance.look(lease.id, allow_recent=True)
+            return self._balance.glance(lease.id, allow_recent=True)
         except BaseException:
             lease.give_up()
             raise
@@ -357,7 +357,7 @@ class Reader:
             with core.lock:
                 self._forget(id)
                 quiet = core.background_error is None and not core.closed
-                step = self._balance.look(None) if quiet else None
+                step = self._balance.glance(None) if quiet else None
             if step is not None:
                 self._balance.go_on(step, None)
         except (ContractError, ValueError):
