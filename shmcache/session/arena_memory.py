@@ -15,6 +15,7 @@ Not here: publishing, matching. A copy that is a lease on a published block woul
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple, Self, TypeAlias
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shmcache._core import Block
-from shmcache.errors import CachePoolError, SegmentError
+from shmcache.errors import CachePoolError, ContractError, SegmentError
 from shmcache.policy.identity import CacheBlockId
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
@@ -160,11 +161,18 @@ class ArenaHostMemory:
     def _new_block(self, nbytes: int) -> Block:
         try:
             return self._pool.allocate(nbytes)
-        except SegmentError.ArenaFull as error:
-            arena = self._pool.geometry().arena_bytes
-            raise CachePoolError.BudgetExceeded(
-                CachePoolResource.HOST, arena + error.needed, arena
-            ) from error
+        except (SegmentError.ArenaFull, CachePoolError) as error:
+            # An error that some frame below keeps in a variable would keep our frames, and with
+            # them the memory of blocks, until the garbage collector comes by.
+            error.__traceback__ = None
+            raise self._refusal(error) from None
+
+    def _refusal(self, error: ContractError) -> CachePoolError:
+        """A full arena is a full host axis to a session: it can make room by itself."""
+        if isinstance(error, CachePoolError):
+            return copy.copy(error)
+        arena, needed = self._pool.geometry().arena_bytes, getattr(error, "needed", 0)
+        return CachePoolError.BudgetExceeded(CachePoolResource.HOST, arena + needed, arena)
 
 
 def class_bytes(nbytes: int) -> int:

@@ -9,6 +9,7 @@ failure counts once and leaves what was done so far: its caller rolls back what 
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 from shmcache.errors import CachePoolError, CacheResidencyError
@@ -78,7 +79,7 @@ class Balance:
         self,
         bound: int,
         required: CacheBlockId | None,
-        refusal: CacheResidencyError.Pool | None = None,
+        refusal: CachePoolError | None = None,
     ) -> None:
         """One step towards host room for `bound` bytes, without the lock.
 
@@ -87,9 +88,9 @@ class Balance:
         Errors: BudgetExceeded(HOST), LiveDiskRequired, Pool when nothing on the host can go.
         """
         with self._core.lock:
-            if refusal is not None and not _is_host_refusal(refusal):
+            if refusal is not None and not is_refusal(refusal, CachePoolResource.HOST):
                 self._core.count(_layer(required), failures=1)
-                raise refusal
+                raise CacheResidencyError.Pool(refusal)
             step = self._host_step(bound, required, refusal)
         self._carry_out(step)
 
@@ -170,10 +171,10 @@ class Balance:
         try:
             begun = self._demotions.begin(victim)
         except CacheResidencyError.Pool as error:
-            if not _is_host_refusal(error):
+            if not is_refusal(error.error, CachePoolResource.HOST):
                 core.count(victim.global_layer, failures=1)
                 raise
-            return self._host_step(bound, required, error)
+            return self._host_step(bound, required, copy.copy(error.error))
         return None if begun is None else _Finish(begun)
 
     def _device_refusal(
@@ -190,7 +191,7 @@ class Balance:
         self,
         bound: int,
         required: CacheBlockId | None,
-        refusal: CacheResidencyError.Pool | None = None,
+        refusal: CachePoolError | None = None,
     ) -> _LeaveHost | _AwaitWrite:
         """How to get host room for `bound` bytes more. `refusal`: the pool has said no."""
         core, layer = self._core, _layer(required)
@@ -206,7 +207,7 @@ class Balance:
             return _AwaitWrite(write)
         core.count(layer, failures=1)
         if refusal is not None:
-            raise refusal
+            raise CacheResidencyError.Pool(refusal)
         held = core.sums().host
         if core.options.disk_budget_bytes is None:
             raise CacheResidencyError.LiveDiskRequired(held, budget)
@@ -280,9 +281,6 @@ def _pool_refusal(
     return CacheResidencyError.Pool(CachePoolError.BudgetExceeded(resource, required, budget))
 
 
-def _is_host_refusal(error: CacheResidencyError.Pool) -> bool:
-    inner = error.error
-    return (
-        isinstance(inner, CachePoolError.BudgetExceeded)
-        and inner.resource is CachePoolResource.HOST
-    )
+def is_refusal(error: CachePoolError, resource: CachePoolResource) -> bool:
+    """Whether the pool has said that this axis is full."""
+    return isinstance(error, CachePoolError.BudgetExceeded) and error.resource is resource

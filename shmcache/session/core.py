@@ -74,6 +74,21 @@ def wrap(error: ContractError) -> CacheResidencyError:
     raise error
 
 
+def raise_first(errors: list[Exception]) -> None:
+    """Raise what went wrong first, if anything did, once all was tried; empties the list.
+
+    A raised error keeps the frames it came through. One that is also in a variable of such a frame
+    would keep the memory of blocks until the garbage collector comes by.
+    """
+    if errors:
+        error = errors[0]
+        errors.clear()
+        try:
+            raise error
+        finally:
+            del error
+
+
 class SessionCore:
     """One session, without its operations. See the module."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import traceback
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -26,7 +27,7 @@ from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.prompt.live import remove_live_block
 from shmcache.session.backend import BlockSpec, HostCopy
 from shmcache.session.block_files import read_block, write_block
-from shmcache.session.core import SessionCore
+from shmcache.session.core import SessionCore, raise_first
 from shmcache.session.options import LiveCacheDiskPolicyEnabled
 from shmcache.session.records import (
     IDLE,
@@ -87,6 +88,7 @@ class _Write(_Task):
             file = write_block(self.directory, self.key.id, self.spec, host.arrays)
         except Exception as error:  # noqa: BLE001 (the block and the waiters are told)
             failure = str(error) or type(error).__name__
+            traceback.clear_frames(error.__traceback__)  # they hold the buffers
         self.tier = self.host = host = None  # with the error above, all that led to the buffers
         if file is None:
             tier.write_failed(self.key, failure)
@@ -361,11 +363,11 @@ class DiskTier:
         """
         core, key = self._core, ticket.key
         host: HostCopy | BlockFile | None = None
-        failure: CacheIoWorkerError.OperationFailed | None = None
+        failure: str | None = None  # not the error, which would keep this frame alive
         try:
             host = ticket.wait()
         except CacheIoWorkerError.OperationFailed as error:
-            failure = error
+            failure = error.message
         except CacheIoWorkerError.Cancelled as error:
             with core.lock:  # a submission that was interrupted, not a change of generation
                 if record.storage.fail_io_if_matches(key):
@@ -386,9 +388,7 @@ class DiskTier:
         del host
         self.retire([ticket])
         if failure is not None:
-            raise CacheResidencyError.Runtime(
-                f"a block could not be read from disk: {failure.message}"
-            ) from failure
+            raise CacheResidencyError.Runtime(f"a block could not be read from disk: {failure}")
 
     # Both -----------------------------------------------------------------------------------------
 
@@ -397,14 +397,13 @@ class DiskTier:
 
         Errors: IoExecution (Poisoned), after all were worked off.
         """
-        first: CacheIoWorkerError | None = None
+        errors: list[Exception] = []
         for ticket in tickets:
             try:
                 self._retire(ticket)
             except CacheIoWorkerError as error:
-                first = first or error
-        if first is not None:
-            raise CacheResidencyError.IoExecution(first) from first
+                errors.append(CacheResidencyError.IoExecution(error))
+        raise_first(errors)
 
     def _retire(self, ticket: Ticket) -> None:
         ticket.wait_for_task_resources()
@@ -439,15 +438,14 @@ def remove_files(files: Iterable[BlockFile]) -> None:
 
     Errors: Io, the first, after all were tried.
     """
-    first: LiveCachePublicationError.Io | None = None
+    errors: list[Exception] = []
     for file in files:
         if not file.persistent:
             try:
                 remove_live_block(file.path)
             except LiveCachePublicationError.Io as error:
-                first = first or error
-    if first is not None:
-        raise CacheResidencyError.Io(first.action, first.path, first.source) from first
+                errors.append(CacheResidencyError.Io(error.action, error.path, error.source))
+    raise_first(errors)
 
 
 def _discard(output: HostCopy | BlockFile) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec
 
 from shmcache.errors import CacheIoWorkerError, CacheResidencyError
 from shmcache.session.backend import HostCopyOperation
-from shmcache.session.core import SessionCore
+from shmcache.session.core import SessionCore, raise_first
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier
 from shmcache.session.records import IDLE, RetiringDemotion, RetiringRead, Ticket
@@ -77,14 +77,13 @@ class Generations:
 
         Errors: the first one, after everything was worked off.
         """
-        first: Exception | None = None
+        errors: list[Exception] = []
         for operation in retiring.demotions:
-            first = self._attempt(self._finish, operation) or first
+            self._attempt(errors, self._finish, operation)
         for number, ticket in retiring.reads:
-            first = self._attempt(self._drop_read, number, ticket) or first
-        first = self._attempt(self._disk.retire, retiring.writes) or first
-        if first is not None:
-            raise first
+            self._attempt(errors, self._drop_read, number, ticket)
+        self._attempt(errors, self._disk.retire, retiring.writes)
+        raise_first(errors)
 
     def _cancel(self, ticket: Ticket) -> None:
         if ticket.cancel():
@@ -110,10 +109,12 @@ class Generations:
 
     @staticmethod
     def _attempt(
-        step: Callable[Arguments, None], *arguments: Arguments.args, **named: Arguments.kwargs
-    ) -> Exception | None:
+        errors: list[Exception],
+        step: Callable[Arguments, None],
+        *arguments: Arguments.args,
+        **named: Arguments.kwargs,
+    ) -> None:
         try:
             step(*arguments, **named)
         except (CacheResidencyError, CacheIoWorkerError) as error:
-            return error
-        return None
+            errors.append(error)

@@ -6,7 +6,9 @@ waits for it first: from memory to memory another thread gains nothing.
 
 from __future__ import annotations
 
+import copy
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -147,6 +149,8 @@ class _Once(Generic[T]):
     """A call that the first waiter makes and all get the answer of.
 
     An exception that only ends the waiting thread (Ctrl-C) leaves the call to the next waiter.
+    An error is raised as a copy: a raised one keeps the frames that it came through, and with them
+    the arrays, as long as it is kept itself.
     """
 
     __slots__ = ("_answer", "_call", "_lock")
@@ -163,11 +167,12 @@ class _Once(Generic[T]):
                 try:
                     self._answer = self._call()
                 except Exception as error:  # noqa: BLE001 (all who wait are told)
+                    traceback.clear_frames(error.__traceback__)
                     self._answer = error.with_traceback(None)
                 self._call = None  # and with it the source arrays
             answer: Any = self._answer
         if isinstance(answer, Exception):
-            raise answer
+            raise copy.copy(answer)
         return answer  # type: ignore[no-any-return]
 
 

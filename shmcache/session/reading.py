@@ -9,6 +9,7 @@ looked at again: the generation, the phase, the pending operation.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from types import TracebackType
@@ -25,7 +26,7 @@ from shmcache.io import CacheIoSubmission
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.pool.values import CachePoolResource
 from shmcache.session.backend import HostCopy
-from shmcache.session.balance import Balance, Step
+from shmcache.session.balance import Balance, Step, is_refusal
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier
@@ -298,7 +299,7 @@ class Reader:
         """Bring the block to the host; False when there was something else to do first."""
         core, disk = self._core, self._disk
         bound = core.memory.bound(record.id, record.spec)
-        refusal: CacheResidencyError.Pool | None = None
+        refusal: CachePoolError | None = None
         with core.lock:
             core.check_generation(generation)
             if record.storage.phase is not _P.DISK_READY:
@@ -308,7 +309,7 @@ class Reader:
                 try:
                     begun, token = self._begin_read(record, bound)
                 except CacheResidencyError.Pool as error:
-                    refusal = error
+                    refusal = copy.copy(error.error)  # which keeps no frame alive
         if not fits or refusal is not None:
             self._balance.free_host(bound, record.id, refusal)
             return False
@@ -435,10 +436,6 @@ class Reader:
                 raise
             return []
         except CacheResidencyError.Pool as error:
-            refused = error.error
-            if not (
-                isinstance(refused, CachePoolError.BudgetExceeded)
-                and refused.resource is CachePoolResource.DEVICE
-            ):
+            if not is_refusal(error.error, CachePoolResource.DEVICE):
                 raise
             return []

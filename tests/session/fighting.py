@@ -16,12 +16,14 @@ from shmcache.errors import CacheResidencyError
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.session import block_files, disk
+from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
 from tests.session.rig import grow, tiny
 
 LAYERS = 3
+HOST = 1200  # three blocks of the arena, of three layers each
 
 
 class Trouble:
@@ -49,19 +51,22 @@ class Trouble:
         if self._random.random() < 4 * self.chance:
             self._never.wait(self._random.random() * 0.002)
         if self._random.random() < self.chance:
-            raise error
+            raise type(error)(*error.args)
 
 
 def open_session(
     pool: CacheResidencyPool, folder: Path, trouble: Trouble, *, device: int, host: int
 ) -> CacheSession:
+    """Its host copies lie in the arena, if the pool has one."""
     options = PagedCacheOptions(4, device, host, 1).with_live_disk(folder, 2000, 2)
+    model = tiny(LAYERS, sink_tokens=4)
+    arena = pool.geometry().arena_bytes > 0
     return CacheSession(
         pool,
-        model=tiny(LAYERS, sink_tokens=4),
+        model=model,
         options=options,
         backend=NumpyBackend(on_copy=trouble.copy),
-        memory=PrivateHostMemory(20),
+        memory=ArenaHostMemory.for_model(pool, model) if arena else PrivateHostMemory(20),
     )
 
 
@@ -122,7 +127,7 @@ def fight(pool: CacheResidencyPool, folder: Path, seed: int, steps: int) -> tupl
     trouble, chance = Trouble(seed), random.Random(seed)
     restore = trouble_with_files(trouble)
     try:
-        with open_session(pool, folder, trouble, device=600, host=300) as session:
+        with open_session(pool, folder, trouble, device=600, host=HOST) as session:
             read = write = 0
             for _ in range(steps):
                 write += write_steps(session, chance, 1)

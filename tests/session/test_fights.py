@@ -22,7 +22,8 @@ from tests.session.fighting import (
 from tests.session.rig import axes, elsewhere, left_in, peaks, shared_pool
 from tests.support import Worker, wait_until
 
-LIMITS = CachePoolLimits(1500, 700, 1500, 6000)
+LIMITS = CachePoolLimits(1500, 1500, 1500, 6000)
+ARENA_LIMITS = CachePoolLimits(1500, 64 << 10, 1500, 6000)
 
 
 def test_threads_of_one_session(tmp_path: Path, seed: int) -> None:
@@ -58,9 +59,16 @@ def test_threads_of_one_session(tmp_path: Path, seed: int) -> None:
         restore()
 
 
-def fight_in_processes(pool_name: str, folder: Path, seed: int, workers: int, steps: int) -> None:
+def fight_in_processes(
+    pool_name: str, folder: Path, seed: int, *, arena: bool, workers: int, steps: int
+) -> None:
     """The last worker is killed in the middle; the others never notice."""
-    with CacheResidencyPool.create(pool_name, LIMITS, arena_bytes=0) as pool, ExitStack() as alive:
+    limits = ARENA_LIMITS if arena else LIMITS
+    arena_bytes = limits.host_bytes if arena else 0
+    with (
+        CacheResidencyPool.create(pool_name, limits, arena_bytes=arena_bytes) as pool,
+        ExitStack() as alive,
+    ):
         fighters = [
             alive.enter_context(Worker("from tests.session.fighting import enter"))
             for _ in range(workers)
@@ -89,10 +97,10 @@ def fight_in_processes(pool_name: str, folder: Path, seed: int, workers: int, st
             for peak, limit in zip(
                 peaks(report),
                 (
-                    LIMITS.device_bytes,
-                    LIMITS.host_bytes,
-                    LIMITS.transfer_in_flight_bytes,
-                    LIMITS.disk_bytes,
+                    limits.device_bytes,
+                    limits.host_bytes,
+                    limits.transfer_in_flight_bytes,
+                    limits.disk_bytes,
                 ),
                 strict=True,
             )
@@ -102,10 +110,16 @@ def fight_in_processes(pool_name: str, folder: Path, seed: int, workers: int, st
             assert left_in(folder / str(number)) == []
 
 
-def test_processes_fight_for_one_pool(pool_name: str, tmp_path: Path, seed: int) -> None:
-    fight_in_processes(pool_name, tmp_path, seed, workers=3, steps=120)
+@pytest.mark.parametrize("arena", [False, True])
+def test_processes_fight_for_one_pool(
+    pool_name: str, tmp_path: Path, seed: int, arena: bool
+) -> None:
+    fight_in_processes(pool_name, tmp_path, seed, arena=arena, workers=3, steps=120)
 
 
 @pytest.mark.ci
-def test_processes_fight_for_one_pool_at_length(pool_name: str, tmp_path: Path, seed: int) -> None:
-    fight_in_processes(pool_name, tmp_path, seed, workers=4, steps=3000)
+@pytest.mark.parametrize("arena", [False, True])
+def test_processes_fight_for_one_pool_at_length(
+    pool_name: str, tmp_path: Path, seed: int, arena: bool
+) -> None:
+    fight_in_processes(pool_name, tmp_path, seed, arena=arena, workers=4, steps=3000)

@@ -87,6 +87,7 @@ class SessionModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.disable()  # what a session lets go must be gone at once, without its help
         self.folder = Path(tempfile.mkdtemp())
         self.kept: dict[int, list[int]] = {layer: [] for layer in range(len(LAYERS))}
         self.gone: dict[int, set[int]] = {layer: set() for layer in range(len(LAYERS))}
@@ -288,6 +289,7 @@ class SessionModel(RuleBasedStateMachine):
             if hasattr(self, "session"):
                 self.end()
         finally:
+            gc.enable()
             for name in ("write_block", "read_block"):
                 setattr(disk, name, getattr(block_files, name))
             shutil.rmtree(self.folder)
@@ -314,7 +316,6 @@ class SessionModel(RuleBasedStateMachine):
         self.session.close()
         assert left_in(self.folder) == []
         if self.arena is not None:
-            gc.collect()
             assert axes(pool.report()) == (0, 0, 0, 0)
             assert pool.arena_report().used_blocks == 0
             self.arena.close()
