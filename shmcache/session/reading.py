@@ -166,6 +166,7 @@ class Reader:
                 with core.lock:
                     core.count(id.global_layer, in_flight_waits=1)
                 self._disk.apply_read(io.ticket, record)
+                from_disk = True
             elif phase is _P.DISK_READY:
                 from_disk = self._read(record, generation) or from_disk
             else:

@@ -159,7 +159,7 @@ def test_readers_of_one_file_share_its_read(tmp_path: Path, files: Files) -> Non
                 wait_until(lambda: session.report().in_flight_waits > 2, "it joins")
                 files.open()
         assert len(one) == len(two) == 1
-        assert session.report().disk_promotions + session.report().host_promotions == 1
+        assert session.report().disk_promotions == session.report().demand_misses == 1
         gc.collect()
         wait_until(lambda: axes(session.pool.report())[1:3] == (0, 0), "nothing is in flight")
 
