@@ -15,33 +15,33 @@
 
 /* Tests that try every interleaving compile a scheduler into each access to a shared word. */
 #ifdef SHMC_INTERLEAVE
-void shmc_point(void);
-#define SHMC_POINT() shmc_point()
+void shmc_point(const void *word);
+#define SHMC_POINT(word) shmc_point(word)
 #else
-#define SHMC_POINT() ((void)0)
+#define SHMC_POINT(word) ((void)0)
 #endif
 
 static inline uint64_t shmc_load_relaxed(const uint64_t *word)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_load_n(word, __ATOMIC_RELAXED);
 }
 
 static inline uint64_t shmc_load_acquire(const uint64_t *word)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
 static inline uint64_t shmc_load_seq_cst(const uint64_t *word)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
 static inline uint32_t shmc_load32_acquire(const uint32_t *word)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 
@@ -52,50 +52,50 @@ static inline int shmc_load_int(const int *word)
 
 static inline void shmc_store_release(uint64_t *word, uint64_t value)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
 static inline void shmc_store32_release(uint32_t *word, uint32_t value)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
 static inline uint64_t shmc_exchange_seq_cst(uint64_t *word, uint64_t value)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);
 }
 
 static inline uint32_t shmc_exchange32_acquire(uint32_t *word, uint32_t value)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_exchange_n(word, value, __ATOMIC_ACQUIRE);
 }
 
 static inline uint64_t shmc_or_seq_cst(uint64_t *word, uint64_t bits)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_fetch_or(word, bits, __ATOMIC_SEQ_CST);
 }
 
 static inline uint64_t shmc_and_seq_cst(uint64_t *word, uint64_t bits)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_fetch_and(word, bits, __ATOMIC_SEQ_CST);
 }
 
 static inline uint32_t shmc_add32_seq_cst(uint32_t *word, uint32_t value)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_fetch_add(word, value, __ATOMIC_SEQ_CST);
 }
 
 /* Replaces expected by desired; false, and nothing changed, when the word holds something else. */
 static inline bool shmc_replace_seq_cst(uint64_t *word, uint64_t expected, uint64_t desired)
 {
-    SHMC_POINT();
+    SHMC_POINT(word);
     return __atomic_compare_exchange_n(word, &expected, desired, false, __ATOMIC_SEQ_CST,
                                        __ATOMIC_SEQ_CST);
 }

@@ -66,6 +66,10 @@ static enum shmc_status put_writing(struct shmc_handle *handle, struct shmc_requ
     struct shmc_block *block = block_at(handle, index);
     struct shmc_owner *owner = &handle->owners[handle->slot];
     enum shmc_status status = SHMC_OK;
+#ifdef SHMC_MUTANT_MASK_RESET
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        shmc_and_seq_cst(&shmc_pin_row(handle, slot)[index / 64], ~(1ull << index % 64));
+#endif
     block->generation++;
     block->bytes = request->bytes;
     block->manager = request->has_manager ? request->id + 1 : 0;

@@ -160,10 +160,6 @@ static enum shmc_status evict(struct shmc_handle *handle, uint64_t index, struct
     shmc_redo_set(handle, &handle->control->evicting, 0);
     shmc_redo_set(handle, &handle->control->evicted, handle->control->evicted + 1);
     shmc_redo_commit(handle);
-#ifdef SHMC_MUTANT_MASK_RESET
-    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
-        shmc_and_seq_cst(&shmc_pin_row(handle, slot)[index / 64], ~(1ull << index % 64));
-#endif
     return shmc_retire_if_empty(handle, slab);
 }
 
