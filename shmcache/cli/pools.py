@@ -253,6 +253,7 @@ def reclaim(name: str) -> Answer:
 
 
 def identity_of(pool: CacheResidencyPool) -> dict[str, object]:
+    """What every answer about a pool begins with."""
     return {"name": pool.name, "pool_id": hex_id(pool.id), "state": pool.state}
 
 

@@ -7,9 +7,10 @@ import io
 import itertools
 import os
 import random
+import select
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import click
 from rich.console import Console
@@ -21,7 +22,7 @@ from shmcache.cli.names import POOL_NAME
 from shmcache.cli.signals import signals_as_exceptions
 from shmcache.cli.sizes import SIZE, FiniteRange, format_size
 from shmcache.workloads.geometries import geometry, geometry_names
-from shmcache.workloads.replay import run_replay
+from shmcache.workloads.replay import PROGRESS_S, run_replay
 from shmcache.workloads.replay_books import ReplayOptions, ReplayProgress, ReplayReport
 from shmcache.workloads.traces import BLOCK_TOKENS_DEFAULT, TraceReader, open_trace
 
@@ -79,8 +80,8 @@ def replay(trace: str, limit: int | None, **options: Any) -> Answer:
     """
     chosen = _options(**options)
     with contextlib.ExitStack() as stack:
-        reader = stack.enter_context(_reader(trace, chosen.block_tokens))
         check = stack.enter_context(signals_as_exceptions())
+        reader = stack.enter_context(_reader(trace, chosen.block_tokens, check))
         show = stack.enter_context(_progress_bar(reader, limit))
 
         def on_progress(at: ReplayProgress) -> None:
@@ -100,21 +101,25 @@ def _options(
     pool_blocks: int | None,
     **options: Any,
 ) -> ReplayOptions:
-    if pool_bytes and pool_blocks:
+    if pool_bytes is not None and pool_blocks is not None:
         raise click.UsageError("give --pool-bytes or --pool-blocks, not both")
-    if not (pool_bytes or pool_blocks):
-        pool_bytes = _POOL_BYTES_DEFAULT
+    if pool_blocks is None:
+        pool_bytes = _POOL_BYTES_DEFAULT if pool_bytes is None else pool_bytes
     sizes = {key: options.pop(key) for key in ("model", "bytes_per_token", "block_bytes")}
-    return ReplayOptions(
-        name=name or f"replay-{os.getpid()}",
-        seed=random.SystemRandom().getrandbits(32) if seed is None else seed,
-        block_bytes=_block_bytes(block_tokens=options["block_tokens"], **sizes),
-        pool_bytes=pool_bytes,
-        pool_blocks=pool_blocks,
-        eviction=policy,
-        kill_every_s=kill_every,
-        **options,
-    )
+    block_bytes = _block_bytes(block_tokens=options["block_tokens"], **sizes)
+    try:
+        return ReplayOptions(
+            name=name or f"replay-{os.getpid()}",
+            seed=random.SystemRandom().getrandbits(32) if seed is None else seed,
+            block_bytes=block_bytes,
+            pool_bytes=pool_bytes,
+            pool_blocks=pool_blocks,
+            eviction=policy,
+            kill_every_s=kill_every,
+            **options,
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _block_bytes(
@@ -137,13 +142,29 @@ def _block_bytes(
 
 
 @contextlib.contextmanager
-def _reader(trace: str, block_tokens: int) -> Iterator[TraceReader]:
+def _reader(trace: str, block_tokens: int, check: Callable[[], None]) -> Iterator[TraceReader]:
     if trace == _STANDARD_INPUT:
-        stream = cast("io.BufferedReader[Any]", sys.stdin.buffer)
+        stream = io.BufferedReader(_Interruptible(sys.stdin.fileno(), check))
         yield TraceReader(stream, "standard input", block_tokens=block_tokens)
     else:
         with open_trace(trace, block_tokens=block_tokens) as reader:
             yield reader
+
+
+class _Interruptible(io.RawIOBase):
+    """A pipe that may stay silent for long: `check` is called meanwhile, and may raise."""
+
+    def __init__(self, descriptor: int, check: Callable[[], None]) -> None:
+        self._descriptor = descriptor
+        self._check = check
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not select.select([self._descriptor], [], [], PROGRESS_S)[0]:
+            self._check()
+        return os.readv(self._descriptor, [buffer])
 
 
 @contextlib.contextmanager
@@ -194,6 +215,6 @@ def _answer(report: ReplayReport, options: ReplayOptions) -> Answer:
     )
     lines = [f"violation: {text}" for text in report.violations]
     if options.keep:
-        lines.append(f"kept: pool {options.name!r}")
+        lines += [f"kept: pool {name!r}" for name in options.names]
     lines.append("every byte was right, nothing leaked" if report.ok else "FAILED")
     return Answer(document | {"ok": report.ok}, (table("what >value", rows), *lines), not report.ok)

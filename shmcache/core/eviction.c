@@ -417,9 +417,10 @@ static void prefetch_links(const struct shmc_handle *handle, uint32_t next)
 static void foresee(const struct shmc_handle *handle, const struct shmc_ring *ring, uint64_t tail,
                     uint64_t head)
 {
+    const uint64_t *entries = shmc_ring_entries(ring);
     uint64_t mask = handle->header.ring_entries - 1;
     if (tail + AHEAD < head) {
-        uint64_t block = SHMC_NAMED_BLOCK(shmc_load_relaxed(&shmc_ring_entries(ring)[(tail + AHEAD) & mask]));
+        uint64_t block = SHMC_NAMED_BLOCK(shmc_load_relaxed(&entries[(tail + AHEAD) & mask]));
         if (block < blocks_max(handle)) {
             shmc_prefetch(&handle->blocks[block]);
             shmc_prefetch(&handle->blocks[block].links);
@@ -427,7 +428,7 @@ static void foresee(const struct shmc_handle *handle, const struct shmc_ring *ri
     }
     if (tail + AHEAD / 2 < head) {
         uint64_t block =
-            SHMC_NAMED_BLOCK(shmc_load_relaxed(&shmc_ring_entries(ring)[(tail + AHEAD / 2) & mask]));
+            SHMC_NAMED_BLOCK(shmc_load_relaxed(&entries[(tail + AHEAD / 2) & mask]));
         if (block < blocks_max(handle)) {
             uint64_t links = shmc_load_relaxed(&handle->blocks[block].links);
             prefetch_links(handle, SHMC_LOW(links));

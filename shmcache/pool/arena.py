@@ -176,9 +176,12 @@ class ArenaPool(_core.Arena):
             return None
 
         block = patiently(self, attempt, until_ns, hopeless=nbytes > self.limits.host_bytes)
-        if block is None:
+        if block is not None:
+            return block
+        try:
             raise self._named(refusal)
-        return block
+        finally:
+            del refusal  # an error must not keep the frame that keeps it
 
     def _named(self, refusal: Refusal) -> Refusal:
         """The refusal, with the names of those who hold the arena."""

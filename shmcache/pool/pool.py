@@ -229,9 +229,12 @@ class CacheResidencyPool(ArenaPool):
             reservation = attempt()
         if reservation is None:
             reservation = patiently(self, attempt, until_ns, hopeless=hopeless)
-        if reservation is None:
+        if reservation is not None:
+            return reservation
+        try:
             raise refusal
-        return reservation
+        finally:
+            del refusal  # an error must not keep the frame that keeps it
 
     # -- owners, sweep, verify
 

@@ -185,7 +185,7 @@ def attention(queries: Floats, pieces: Sequence[Piece], start: int, window: int 
     """
     heads, tokens, dim = queries.shape
     kv_heads = pieces[0].keys.shape[0]
-    rows = (queries * dim**-0.5).reshape(kv_heads, -1, dim)
+    rows = (queries / np.sqrt(np.float32(dim))).reshape(kv_heads, -1, dim)
     ends = np.cumsum([piece.keys.shape[1] for piece in pieces])
     scores = np.empty((*rows.shape[:2], ends[-1]), np.float32)
     columns = np.split(scores, ends[:-1], axis=2)
@@ -199,7 +199,8 @@ def attention(queries: Floats, pieces: Sequence[Piece], start: int, window: int 
     for piece, column in zip(pieces, columns, strict=True):
         seen += column @ piece.values
     seen /= scores.sum(axis=2, keepdims=True)
-    return seen.reshape(heads, tokens, dim).swapaxes(0, 1).reshape(tokens, heads * dim)
+    mixed: NDArray[np.float32] = seen.reshape(heads, tokens, dim).swapaxes(0, 1).reshape(tokens, heads * dim)
+    return mixed
 
 
 def unseen(piece: Piece, start: int, tokens: int, window: int | None) -> NDArray[np.bool_] | None:

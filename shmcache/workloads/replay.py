@@ -35,7 +35,6 @@ from shmcache import (
     CacheResidencyPool,
     ContractError,
     SegmentError,
-    bounds,
 )
 from shmcache.workloads.children import Counters
 from shmcache.workloads.replay_books import (
@@ -61,7 +60,6 @@ PROGRESS_S: Final = 0.2
 
 _HOLD_S_PER_OUTPUT_TOKEN: Final = 0.020
 _AXES: Final = tuple(CachePoolResource)
-_LINE_BYTES, _PAGE_BYTES, _SLAB_BYTES = 64, 4096, 2 << 20  # of the arena, where blocks lie
 
 
 def run_replay(
@@ -75,42 +73,27 @@ def run_replay(
     Errors: SegmentError.Exists when a pool has the name, NoSpace when it does not fit this host;
     OSError when children cannot be started.
     """
-    names = [options.name]
-    if options.private:
-        names = [f"{options.name}-{index}" for index in range(options.workers)]
     with contextlib.ExitStack() as stack:
         pools = []
-        for name in names:
-            _create(name, options, len(names))
+        for name in options.names:
+            _create(name, options)
             if not options.keep:
                 stack.callback(_destroy, name)
             pools.append(stack.enter_context(CacheResidencyPool.observe(name)))
         counters = stack.enter_context(Counters(options.workers, COUNTS))
-        return _Replay(options, pools, names, counters, requests).run(
-            on_progress or (lambda _: None)
-        )
+        return _Replay(options, pools, counters, requests).run(on_progress or (lambda _: None))
 
 
-def _create(name: str, options: ReplayOptions, shares: int) -> None:
-    """A pool with its part of the memory, laid out for blocks of the one size there is."""
+def _create(name: str, options: ReplayOptions) -> None:
+    """A pool with its part of the memory, for blocks of the one size there is."""
     settings: dict[str, Any] = {
         "owners_max": 2 * options.workers + 2,
         "block_bytes_max": options.block_bytes,
+        "blocks_max": options.blocks,
     }
     if options.eviction is not None:
         settings["eviction"] = options.eviction
-    place = _PAGE_BYTES if options.block_bytes >= _PAGE_BYTES else _LINE_BYTES
-    place_bytes = -(-options.block_bytes // place) * place
-    if options.pool_blocks is not None:
-        blocks = max(options.pool_blocks // shares, 1)
-        settings["blocks_max"] = blocks
-        slab_bytes = max(_SLAB_BYTES, place_bytes)
-        full, rest = divmod(blocks, slab_bytes // place_bytes)
-        host_bytes = max(full * slab_bytes + rest * place_bytes, bounds.ARENA_BYTES_MIN)
-    else:
-        host_bytes = (options.pool_bytes or 0) // shares
-        settings["blocks_max"] = min(max(host_bytes // place_bytes, 1), bounds.BLOCKS_MAX_LIMIT)
-    limits = CachePoolLimits(1, host_bytes, 1, 0)
+    limits = CachePoolLimits(1, options.arena_bytes, 1, 0)
     CacheResidencyPool.create(name, limits, **settings).close()
 
 
@@ -126,12 +109,11 @@ class _Replay:
         self,
         options: ReplayOptions,
         pools: list[CacheResidencyPool],
-        names: list[str],
         counters: Counters,
         requests: Iterable[TraceRequest],
     ) -> None:
         self._options = options
-        self._pools, self._names = pools, names
+        self._pools = pools
         self._counters = counters
         self._rng = random.Random(options.seed)
         self._tally = Tally(options.block_tokens)
@@ -161,7 +143,7 @@ class _Replay:
     def _seat(self, row: int) -> Seat:
         seat = Seat(
             WorkerSettings(
-                pool=self._names[row % len(self._names)],
+                pool=self._pools[row % len(self._pools)].name,
                 block_bytes=self._options.block_bytes,
                 counters=self._counters.descriptor,
                 row=row,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
+from shmcache import bounds
+from shmcache.errors import size_text
 from shmcache.workloads.replay_worker import WorkerAnswer, chain, trace_keys
 from shmcache.workloads.traces import BLOCK_TOKENS_DEFAULT, TraceRequest
+
+# Of an arena: a block begins on one of these, and lies within a slab of at least so many bytes.
+_LINE_BYTES: Final = 64
+_PAGE_BYTES: Final = 4096
+_SLAB_BYTES: Final = 2 << 20
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -13,6 +22,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     `kill_after` kills one worker when so many requests have been handed out; `kill_every_s` kills
     one at a time, for ever. `seed` decides whom.
+    Errors: `ValueError` for a memory that holds no block, or an impossible name.
     """
 
     name: str
@@ -28,6 +38,52 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     kill_every_s: float | None = None
     kill_after: int | None = None
     keep: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.pool_bytes is None) == (self.pool_blocks is None):
+            raise ValueError("the pool has a size in bytes or in blocks, one of the two")
+        bounds.bounded(self.block_bytes, "the bytes of a block", 1, bounds.BLOCK_BYTES_LIMIT)
+        if not 1 <= self.blocks <= bounds.BLOCKS_MAX_LIMIT:
+            raise ValueError(
+                f"a pool would have {self.blocks} blocks of {size_text(self.block_bytes)}: "
+                f"make it 1 to {bounds.BLOCKS_MAX_LIMIT}"
+            )
+        for name in self.names:
+            bounds.pool_name(name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the pools: one for all workers, or one for each."""
+        if not self.private:
+            return (self.name,)
+        return tuple(f"{self.name}-{worker}" for worker in range(self.workers))
+
+    @property
+    def place_bytes(self) -> int:
+        """What a block takes in the arena."""
+        unit = _PAGE_BYTES if self.block_bytes >= _PAGE_BYTES else _LINE_BYTES
+        return -(-self.block_bytes // unit) * unit
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks each pool holds."""
+        shares = len(self.names)
+        if self.pool_blocks is not None:
+            return self.pool_blocks // shares
+        per_slab = self._slab_bytes // self.place_bytes
+        slabs, rest = divmod((self.pool_bytes or 0) // shares, self._slab_bytes)
+        return slabs * per_slab + rest // self.place_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """What so many blocks need: they do not cross slabs."""
+        slabs, rest = divmod(self.blocks, self._slab_bytes // self.place_bytes)
+        needed = slabs * self._slab_bytes + rest * self.place_bytes
+        return max(needed, bounds.ARENA_BYTES_MIN)
+
+    @property
+    def _slab_bytes(self) -> int:
+        return max(_SLAB_BYTES, -(-self.block_bytes // _PAGE_BYTES) * _PAGE_BYTES)
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,11 +2,15 @@
 
 import gzip
 import json
+import os
+import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -14,8 +18,9 @@ from shmcache import CacheResidencyPool, segment_path
 from shmcache.cli.main import main
 from shmcache.workloads.conversations import ConversationOptions, conversation_trace
 from shmcache.workloads.traces import trace_line
-from tests.support import ROOT
+from tests.support import PATIENCE_S, ROOT, wait_until
 
+COMMAND = (sys.executable, "-m", "shmcache.cli.main", "replay")
 FIELDS = (
     "requests block_hit_rate ideal_hit_rate tokens_saved evictions kills leaked_bytes wrong_bytes"
     " bytes_stored bytes_served seconds"
@@ -60,9 +65,9 @@ def test_the_answer_for_people(trace: str, pool_name: str) -> None:
 
 
 def test_standard_input_and_a_pool_that_is_kept(trace: str, pool_name: str) -> None:
-    arguments = ["replay", "-", "--name", pool_name, "--keep", "--json", "--pool-blocks", "500"]
+    arguments = ["-", "--name", pool_name, "--keep", "--json", "--pool-blocks", "500"]
     ran = subprocess.run(
-        [sys.executable, "-m", "shmcache.cli.main", *arguments],
+        [*COMMAND, *arguments],
         cwd=ROOT,
         input=Path(trace).read_bytes(),
         capture_output=True,
@@ -99,6 +104,9 @@ def test_a_block_has_the_size_that_was_asked_for(
         (("--geometry", "Mamba2-7B"), "keeps nothing per token"),
         (("--geometry", "Qwen3-8B", "--block-bytes", "64"), "one of --geometry"),
         (("--pool-bytes", "1M", "--pool-blocks", "7"), "not both"),
+        (("--pool-bytes", "1M", "--block-bytes", "2M"), "would have 0 blocks of 2 MiB"),
+        (("--pool-blocks", "3", "--private"), "would have 0 blocks"),
+        (("--name", "n" * 100, "--private"), "a pool name has"),
         (("--policy", "best"), "policy"),
         (("--speed", "0"), "speed"),
         (("--kill-every", "nan"), "kill-every"),
@@ -124,6 +132,60 @@ def test_a_trace_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_pool_that_does_not_fit_this_host(trace: str, pool_name: str) -> None:
-    said = run(trace, "--name", pool_name, "--pool-bytes", "60TiB", "--json")
+    said = run(trace, "--name", pool_name, "--block-bytes", "1M", "--pool-bytes", "15TiB", "--json")
     assert said.exit_code == 1
     assert json.loads(said.stdout)["error"] == "SegmentError.NoSpace"
+
+
+def test_private_pools_are_kept_by_their_names(trace: str, pool_name: str) -> None:
+    said = run(trace, "--name", pool_name, "--workers", "2", "--private", "--keep", "--limit", "3")
+    assert said.exit_code == 0
+    for name in (f"{pool_name}-0", f"{pool_name}-1"):
+        assert f"kept: pool '{name}'" in said.stdout
+        CacheResidencyPool.destroy(name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_replay_takes_everything_away(
+    trace: str, pool_name: str, number: int
+) -> None:
+    """Also while it waits for a pipe that says nothing."""
+    with subprocess.Popen(
+        [*COMMAND, "-", "--name", pool_name, "--workers", "2"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as command:
+        assert command.stdin is not None
+        command.stdin.write(gzip.decompress(Path(trace).read_bytes()).splitlines(True)[0])
+        command.stdin.flush()
+        family = psutil.Process(command.pid)
+        wait_until(lambda: len(family.children()) == 2, "the workers are started")
+        children = family.children()
+        command.send_signal(number)
+        assert command.wait(PATIENCE_S) == 1
+        assert not any(child.is_running() for child in children)
+        assert not segment_path(pool_name).exists()
+        assert command.stdout is not None
+        assert command.stdout.read() == b""
+
+
+def test_a_terminal_sees_how_far_it_is(trace: str, pool_name: str) -> None:
+    master, terminal = pty.openpty()
+    try:
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+        done = subprocess.run(
+            [*COMMAND, trace, "--name", pool_name, "--speed", "300", "--workers", "1"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=terminal,
+            env=environment,
+            check=True,
+        )
+        shown = os.read(master, 1 << 16)
+    finally:
+        os.close(master)
+        os.close(terminal)
+    assert b"of blocks hit" in shown
+    assert b"requests" in done.stdout

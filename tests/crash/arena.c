@@ -1,13 +1,13 @@
 /* arena.c: everything that is done with blocks, killed at every instruction.
  *
- * Why         A block is in several lists, in the index, in an owner's row of pins and in a total. A
- *             death may come between any two of these, and while its state is being tried.
+ * Why         A block is in several lists, in the index, in an owner's row of pins and in a total.
+ *             A death may come between any two of these, and while its state is being tried.
  * Contract    As sweep.c, in a world with an arena of two slabs and a short one: a neighbour and a
  *             friend lease, the victim and an owner that died before write, some blocks are idle.
  *             After each death: the tables are sound, the living hold what they held, the same
- *             content is under the same keys or gone; after the dead are reclaimed nothing of theirs
- *             is left and every place can be taken. The one who recovers and the one who cleans up
- *             are killed as well, after a sample of deaths.
+ *             content is under the same keys or gone; after the dead are reclaimed nothing of
+ *             theirs is left and every place can be taken. The one who recovers and the one who
+ *             cleans up are killed as well, after a sample of deaths.
  */
 #include "crash.h"
 

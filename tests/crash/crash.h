@@ -6,8 +6,8 @@
  * Contract    tracee.c runs jobs of the engine in children: stepped, free, stopped, killed.
  *             world.c furnishes a small segment and says what must hold after a death in it.
  *             recording.c steps through a job once and keeps what each death would leave. sweep.c
- *             kills at every instruction, arena.c in the arena; orders.c forces the rare orders of several
- *             processes; main.c is the command line.
+ *             kills at every instruction, arena.c in the arena; orders.c forces the rare orders of
+ *             several processes; main.c is the command line.
  * Death       Of the harness: its children die with it (PTRACE_O_EXITKILL, PR_SET_PDEATHSIG), and
  *             the segments are memfds without a name.
  * Errors      violation() reports and counts; the run goes on until VIOLATIONS_MAX. A harness that
@@ -225,7 +225,7 @@ struct states {
 struct states committed_states(const struct world *world, const uint8_t *first,
                                const struct recording *recording);
 
-/* ---- sweep.c, arena.c and orders.c: the experiments ----------------------------------------------- */
+/* ---- sweep.c, arena.c and orders.c: the experiments -------------------------------------- */
 
 struct options {
     uint64_t every;    /* of nested sweeps: each n-th snapshot */

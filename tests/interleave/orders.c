@@ -1,12 +1,12 @@
 /* orders.c: a reader against an eviction, and two threads of one owner, in every order.
  *
- * Why         Leasing takes no lock. That it is safe depends on the order of a handful of accesses to
- *             shared words on each side, so every order of those is tried.
+ * Why         Leasing takes no lock. That it is safe depends on the order of a handful of accesses
+ *             to shared words on each side, so every order of those is tried.
  * Contract    The engine is compiled with SHMC_INTERLEAVE: before each access to a word it calls
  *             shmc_point(). Actors are coroutines of one thread; accesses to blocks, index, pins,
- *             counts and the leaf lock are the points at which another may go on. All schedules with
- *             at most BOUND preemptions are run, each in a fresh segment; an actor that waits for
- *             the leaf lock lets the others go on, which counts as none. With a SEED, so many
+ *             counts and the leaf lock are the points at which another may go on. All schedules
+ *             with at most BOUND preemptions are run, each in a fresh segment; an actor that waits
+ *             for the leaf lock lets the others go on, which counts as none. With a SEED, so many
  *             schedules are drawn instead, with a switch at one point in five.
  *             While a lease is held its block must be the same incarnation under the same key, and
  *             nobody may find it out of use; at the end the full check must find nothing.
@@ -77,7 +77,8 @@ static bool matters(const struct shmc_handle *handle, const void *word)
 {
     const uint8_t *counts = (const uint8_t *)handle->counts;
     return in_region(handle, word, SHMC_REGION_BLOCKS) ||
-           in_region(handle, word, SHMC_REGION_INDEX) || in_region(handle, word, SHMC_REGION_PINS) ||
+           in_region(handle, word, SHMC_REGION_INDEX) ||
+           in_region(handle, word, SHMC_REGION_PINS) ||
            (const uint32_t *)word == &handle->leaf ||
            ((const uint8_t *)word >= counts && (const uint8_t *)word < counts + BLOCKS * 4);
 }
@@ -386,7 +387,7 @@ static uint64_t explore(uint32_t bound)
     }
 }
 
-/* So many schedules with a switch at every fifth point or so: deeper orders than can be enumerated. */
+/* So many schedules with a switch at one point in five: deeper orders than can be enumerated. */
 static uint64_t explore_at_random(uint64_t schedules)
 {
     uint64_t done = 0;

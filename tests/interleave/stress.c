@@ -3,8 +3,8 @@
  * Why         A processor delays stores past loads: no order of single accesses shows that, and
  *             nothing but speed does.
  * Contract    One place, two keys. A writer evicts and stores without end; readers lease and look
- *             again and again whether the block is still the one they leased. Ends after SECONDS, or
- *             at the first violation.
+ *             again and again whether the block is still the one they leased. Ends after SECONDS,
+ *             or at the first violation.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -113,7 +113,8 @@ int main(int count, char **arguments)
     for (uint32_t i = 0; i < READERS; i++)
         pthread_join(threads[i], NULL);
     struct shmc_problem problem;
-    struct shmc_request check = {.operation = SHMC_OP_CHECK, .problems = &problem, .problems_max = 1};
+    struct shmc_request check = {
+        .operation = SHMC_OP_CHECK, .problems = &problem, .problems_max = 1};
     bool sound = shmc_perform(writer, &check, 0) == SHMC_OK && check.problems_count == 0;
     printf("scene=stress leases=%llu stores=%llu violations=%llu\n",
            (unsigned long long)leases_count, (unsigned long long)stores_count,

@@ -1,7 +1,7 @@
 """G3, G4: a reader against an eviction, and two threads of one owner, in every order and at speed.
 
-orders.c enumerates the orders of accesses to shared words; stress.c lets two cores decide. Each of the
-four mechanisms has a mutant that one of them must catch.
+orders.c enumerates the orders of accesses to shared words; stress.c lets two cores decide. Each of
+the four mechanisms has a mutant that one of them must catch.
 """
 
 import os
@@ -102,6 +102,7 @@ def test_mutants_that_an_order_shows(run: Run, mutant: str, scene: str, schedule
     assert "given to somebody else" in done.stdout or "left that nobody" in done.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.watchdog(120)
 def test_the_mutant_that_only_speed_shows(run: Run) -> None:
     """Mutant NO_FENCE: a store in the place of the exchange. One core alone can never show it."""
