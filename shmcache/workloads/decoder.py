@@ -199,7 +199,9 @@ def attention(queries: Floats, pieces: Sequence[Piece], start: int, window: int 
     for piece, column in zip(pieces, columns, strict=True):
         seen += column @ piece.values
     seen /= scores.sum(axis=2, keepdims=True)
-    mixed: NDArray[np.float32] = seen.reshape(heads, tokens, dim).swapaxes(0, 1).reshape(tokens, heads * dim)
+    mixed: NDArray[np.float32] = (
+        seen.reshape(heads, tokens, dim).swapaxes(0, 1).reshape(tokens, heads * dim)
+    )
     return mixed
 
 
