@@ -1,8 +1,8 @@
 """Any order of operations on blocks, by several owners, against a dict of key -> bytes.
 
-Goal: G1, G3, G4 over histories nobody thought of. The dict says what a key may show: its bytes, or a
-miss; and which leases and private blocks each owner has. After every step the tables are walked and the
-blocks are counted: each is free, private, published or withdrawn, and nothing else.
+Goal: G1, G3, G4 over histories nobody thought of. The dict says what a key may show: its bytes, or
+a miss; and which leases and private blocks each owner has. After every step the tables are walked
+and the blocks are counted: each is free, private, published or withdrawn, and nothing else.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class ArenaMachine(RuleBasedStateMachine):
         for _, lease, nbytes, value in getattr(self, "leases", []):
             assert lease.nbytes == nbytes
             view = lease.array(np.uint8, nbytes)
-            assert view[0] == view[-1] == value and (view[:: max(nbytes // 64, 1)] == value).all()
+            assert view[0] == view[-1] == value
+            assert (view[:: max(nbytes // 64, 1)] == value).all()
 
     @invariant()
     def blocks_add_up(self) -> None:
