@@ -170,6 +170,29 @@ def test_a_view_that_was_alive_at_the_fork_is_the_child_s_too(pool_name: str) ->
         os.close(there)
 
 
+def test_other_libraries_read_without_a_copy(pool: sc.CacheResidencyPool) -> None:
+    """DLPack, of the lease and of its arrays; the view keeps the lease."""
+    lease = store(pool, 1, 64)
+    for source in (lease, lease.array(np.uint8, 64)):
+        view = np.from_dlpack(source)
+        assert (view == 1).all()
+        with pytest.raises(BufferError):
+            lease.release()
+        del view, source
+    lease.release()
+
+
+def test_torch_reads_without_a_copy(pool: sc.CacheResidencyPool) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    lease = store(pool, 1, 64)
+    tensor = torch.from_dlpack(lease.array(np.uint8, 64))
+    assert int(tensor.sum()) == 64
+    half = torch.frombuffer(lease.memoryview(), dtype=torch.bfloat16)
+    assert half.shape == (32,)
+    with pytest.raises(BufferError):
+        lease.release()
+
+
 def test_nobody_writes_through_a_lease(pool: sc.CacheResidencyPool) -> None:
     import ctypes
 
