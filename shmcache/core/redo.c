@@ -19,6 +19,8 @@
 #include "atomics.h"
 #include "internal.h"
 
+#include <string.h>
+
 #define COUNT_MASK 0xffull
 
 /* Independent multiplications, so that they overlap; order matters through the index. */
@@ -102,7 +104,8 @@ void shmc_redo_commit(struct shmc_handle *handle)
     if (handle->redo_count == 0)
         return;
 #ifdef SHMC_MUTANT_NO_REDO
-    apply(handle, handle->redo_count);
+    apply(handle, handle->redo_count); /* and nothing to do it from again */
+    memset(handle->redo->words, 0xff, sizeof handle->redo->words);
 #else
     struct shmc_redo *redo = handle->redo;
     uint64_t word = commit_word(redo, handle->redo_count);
