@@ -20,7 +20,8 @@
 
 #define BLOCK_BYTES 64u
 #define READERS     2u /* threads of one owner */
-#define LOOKS       50u
+#define LOOKS       12u
+#define PAUSES      256u /* at most, between two leases: room for the writer */
 
 static struct shmc_handle *reader, *writer;
 static uint64_t violations_count, leases_count, stores_count, stopped;
@@ -60,6 +61,8 @@ static void *read_on(void *unused)
                 shmc_store_release(&violations_count, 1);
         __atomic_fetch_add(&leases_count, 1, __ATOMIC_RELAXED);
         shmc_release(reader, &lease, 1);
+        for (uint64_t pause = round * 7 % PAUSES; pause > 0; pause--)
+            shmc_cpu_relax();
     }
     return NULL;
 }
