@@ -7,14 +7,14 @@
  *             entry is a hint: whoever follows it compares the whole key in the block.
  * Concurrency Read without the lock, word by word. A word that is stale leads to a block in
  *             another state or with another key, which its reader notices (pins.c).
- * Errors      Both buckets full: the block is not stored, which is counted. At half load it has
- *             not been seen in 10^7 insertions.
+ * Errors      Both buckets full: the block is not stored, which is counted. Not seen in
+ *             10^7 insertions into a full table of a million.
  * Source      Two-choice hashing (Azar et al.); no tombstones, no displacement.
  */
 #include "atomics.h"
 #include "internal.h"
 
-#define CROWDED 6u /* of SHMC_BUCKET_ENTRIES */
+#define CROWDED 5u /* of SHMC_BUCKET_ENTRIES */
 
 static uint64_t rotate(uint64_t value, uint32_t bits)
 {
