@@ -7,7 +7,7 @@
 Why         A cache is only proved by something that computes with what it holds. RMSNorm, rotary
             positions, grouped-query attention, full or sliding per layer, SwiGLU and tied
             embeddings are what most open models are made of, SmolLM2 among them.
-Contract    Attention reads keys and values where they lie, piece by piece; nothing is gathered.
+Contract    Attention reads keys and values where they lie, each piece once; nothing is gathered.
             Keys are stored rotated to their absolute position, so the number of tokens before a
             step comes from the store, which must carry it beside any window of them.
 Shapes      Keys and values of a step: [kv_heads, tokens, head_dim]. Weights: [out, in], fp32.
@@ -24,7 +24,7 @@ Concurrency BLAS must use as many threads in each process that is compared: one,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -36,6 +36,8 @@ Floats: TypeAlias = NDArray[np.float32]
 ONE_BLAS_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 STEP_TOKENS = 64
+
+_UNSEEN = np.float32(-1e30)  # finite: a piece of which a query sees nothing must not make a NaN
 
 
 class DecoderShape(msgspec.Struct, frozen=True):
@@ -94,8 +96,10 @@ class KeyValueStore(Protocol):
     def tokens(self) -> int:
         """How many tokens came before, whether or not all of them are still kept."""
 
-    def extend(self, layer: int, keys: Floats, values: Floats) -> Sequence[Piece]:
-        """Keep a step's keys and values; all that its tokens see in this layer, in order."""
+    def extend(self, layer: int, keys: Floats, values: Floats) -> Iterable[Piece]:
+        """Keep a step's keys and values; all that its tokens see in this layer, in order. A piece
+        is valid until the next one is asked for.
+        """
 
     def advance(self, tokens: int) -> None:
         """The step is complete in every layer. Until then it can be done again."""
@@ -151,7 +155,8 @@ class Decoder:
             heads = heads.reshape(len(tokens), -1, shape.head_dim).swapaxes(0, 1)
             queries, keys, values = np.split(heads, (shape.heads, shape.heads + shape.kv_heads))
             pieces = store.extend(layer, rotated(keys, turn), values)
-            seen = attention(rotated(queries, turn), pieces, start, shape.windows[layer])
+            queries = rotated(queries, turn).reshape(shape.kv_heads, -1, *queries.shape[1:])
+            seen = attention(queries, pieces, start, shape.windows[layer])
             x = x + seen @ w.attention_out.T
             gate, up = np.split(normed(x, w.mlp_norm, shape.norm_eps) @ w.gate_up.T, 2, axis=1)
             x = x + (silu(gate) * up) @ w.mlp_down.T
@@ -178,31 +183,31 @@ def rotated(heads: Floats, turn: NDArray[np.complex64]) -> Floats:
     return np.concatenate((a * turn.real - b * turn.imag, b * turn.real + a * turn.imag), axis=2)
 
 
-def attention(queries: Floats, pieces: Sequence[Piece], start: int, window: int | None) -> Floats:
-    """What each query sees, [heads, tokens, dim] -> [tokens, heads * dim]; reads pieces in place.
+def attention(queries: Floats, pieces: Iterable[Piece], start: int, window: int | None) -> Floats:
+    """What each query sees: [kv_heads, group, tokens, dim] -> [tokens, heads * dim].
 
-    The query heads that share a key-value head are rows of one matrix: one product per piece.
+    Each piece is read once and let go. `seen` and `total` are sums of weights exp(score - peak);
+    when a piece raises the peak, what was summed before shrinks. The query heads of a group are
+    rows of one matrix.
     """
-    heads, tokens, dim = queries.shape
-    kv_heads = pieces[0].keys.shape[0]
-    rows = (queries / np.sqrt(np.float32(dim))).reshape(kv_heads, -1, dim)
-    ends = np.cumsum([piece.keys.shape[1] for piece in pieces])
-    scores = np.empty((*rows.shape[:2], ends[-1]), np.float32)
-    columns = np.split(scores, ends[:-1], axis=2)
-    for piece, column in zip(pieces, columns, strict=True):
-        np.matmul(rows, piece.keys.swapaxes(1, 2), out=column)
+    kv_heads, group, tokens, dim = queries.shape
+    rows: Floats = queries.reshape(kv_heads, group * tokens, dim) / np.sqrt(np.float32(dim))
+    peak = np.full((*rows.shape[:2], 1), _UNSEEN)
+    total, seen = np.zeros_like(peak), np.zeros_like(rows)
+    for piece in pieces:
+        scores = rows @ piece.keys.swapaxes(1, 2)
         if (hidden := unseen(piece, start, tokens, window)) is not None:
-            column.reshape(kv_heads, -1, tokens, column.shape[2])[:, :, hidden] = -np.inf
-    scores -= scores.max(axis=2, keepdims=True)
-    np.exp(scores, out=scores)
-    seen = np.zeros_like(rows)
-    for piece, column in zip(pieces, columns, strict=True):
-        seen += column @ piece.values
-    seen /= scores.sum(axis=2, keepdims=True)
-    mixed: NDArray[np.float32] = (
-        seen.reshape(heads, tokens, dim).swapaxes(0, 1).reshape(tokens, heads * dim)
-    )
-    return mixed
+            scores.reshape(kv_heads, group, tokens, -1)[:, :, hidden] = _UNSEEN
+        top = scores.max(axis=2, keepdims=True)
+        peak, lower = np.maximum(peak, top), peak
+        shrunk = np.exp(lower - peak)
+        total *= shrunk
+        seen *= shrunk
+        np.exp(scores - peak, out=scores)
+        total += scores.sum(axis=2, keepdims=True)
+        seen += scores @ piece.values
+    seen /= total
+    return seen.reshape(kv_heads * group, tokens, dim).swapaxes(0, 1).reshape(tokens, -1)
 
 
 def unseen(piece: Piece, start: int, tokens: int, window: int | None) -> NDArray[np.bool_] | None:
