@@ -32,6 +32,7 @@ from shmcache.errors import (
     RefusedCheck,
     SegmentError,
     TraceError,
+    WorkloadError,
     size_text,
 )
 from shmcache.errors.base import variant
@@ -56,6 +57,7 @@ FAMILIES: tuple[type[ContractError], ...] = (
     CacheResidencyConfigurationError,
     CacheResidencyError,
     TraceError,
+    WorkloadError,
 )
 
 
@@ -190,6 +192,8 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     ),
     (TraceError.Unreadable("a.jsonl", "no such file"), ("'a.jsonl'", "no such file")),
     (TraceError.Malformed(3, "why"), ("line 3", "why")),
+    (WorkloadError.PackageMissing("gguf", "pip install gguf"), ("gguf", "`pip install gguf`")),
+    (WorkloadError.ModelUnsupported("a.gguf", "it has no x"), ("a.gguf", "it has no x")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)

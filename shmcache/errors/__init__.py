@@ -20,6 +20,7 @@ from shmcache.errors.residency import CacheResidencyConfigurationError, CacheRes
 from shmcache.errors.segment import RefusedCheck, SegmentError
 from shmcache.errors.storage import CacheStorageError
 from shmcache.errors.trace import TraceError
+from shmcache.errors.workloads import WorkloadError
 
 __all__ = [
     "CacheIoExecutionStateError",
@@ -38,5 +39,6 @@ __all__ = [
     "RefusedCheck",
     "SegmentError",
     "TraceError",
+    "WorkloadError",
     "size_text",
 ]

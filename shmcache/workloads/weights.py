@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from shmcache.errors.workloads import WorkloadError
+from shmcache.errors import WorkloadError
 from shmcache.workloads.decoder import DecoderShape, Floats, LayerWeights, Weights
 from shmcache.workloads.tokenizer import Tokenizer, byte_tokenizer
 
