@@ -93,9 +93,10 @@ def smollm2_model(cache: Path) -> Model:
     Errors: WorkloadError.PackageMissing, naming the command that installs it.
     """
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE.replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations:
-        raise WorkloadError.PackageMissing(SMOLLM2_PACKAGE, _INSTALL[SMOLLM2_PACKAGE])
-    return gguf_model(Path(spec.submodule_search_locations[0]) / _SMOLLM2_FILE, cache)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (path := Path(folder) / _SMOLLM2_FILE).exists():
+            return gguf_model(path, cache)
+    raise WorkloadError.PackageMissing(SMOLLM2_PACKAGE, _INSTALL[SMOLLM2_PACKAGE])
 
 
 def gguf_model(path: Path, cache: Path) -> Model:
@@ -162,14 +163,19 @@ def _keep(path: Path, numbers: Path, card: Path) -> None:
     gguf = _gguf()
     reader = gguf.GGUFReader(path)
     read = _card(path, reader)
+    tensors = {tensor.name.removesuffix(".weight"): tensor for tensor in reader.tensors}
+    if odd := tensors.keys() ^ set(_names(read.shape.layers)):
+        raise _unsupported(path, f"it lacks or has {min(odd)}")
     made = numbers.with_suffix(".part")
     with made.open("wb") as file:
         size = sum(map(math.prod, _shapes(read.shape)))
         header = {"descr": "<f4", "fortran_order": False, "shape": (size,)}
         np.lib.format.write_array_header_1_0(file, header)
-        for dims, array in zip(_shapes(read.shape), _arrays(gguf, reader, read), strict=True):
+        for dims, array in zip(
+            _shapes(read.shape), _arrays(gguf, tensors, read.shape), strict=True
+        ):
             if array.shape != dims:
-                raise WorkloadError.ModelUnsupported(str(path), f"{array.shape} is not {dims}")
+                raise _unsupported(path, f"a weight is {array.shape}, not {dims}")
             file.write(np.ascontiguousarray(array, np.float32).data)
     made.replace(numbers)
     card.write_bytes(msgspec.json.encode(read))
@@ -185,10 +191,14 @@ def _gguf() -> Any:
         raise WorkloadError.PackageMissing("gguf", _INSTALL["gguf"]) from None
 
 
+def _unsupported(path: Path, reason: str) -> WorkloadError:
+    return WorkloadError.ModelUnsupported(str(path), reason)
+
+
 def _card(path: Path, reader: Any) -> _Card:
     def field(name: str) -> Any:
         if name not in reader.fields:
-            raise WorkloadError.ModelUnsupported(str(path), f"it has no {name}")
+            raise _unsupported(path, f"it has no {name}")
         return reader.fields[name].contents()
 
     kinds = {
@@ -198,31 +208,41 @@ def _card(path: Path, reader: Any) -> _Card:
     }
     for name, kind in kinds.items():
         if field(name) != kind:
-            raise WorkloadError.ModelUnsupported(str(path), f"{name} is {field(name)}, not {kind}")
-    heads, layers = field("llama.attention.head_count"), field("llama.block_count")
-    vocabulary = field("tokenizer.ggml.tokens")
-    shape = DecoderShape(
-        layers=layers,
-        hidden=field("llama.embedding_length"),
-        heads=heads,
-        kv_heads=field("llama.attention.head_count_kv"),
-        head_dim=field("llama.rope.dimension_count"),
-        mlp=field("llama.feed_forward_length"),
-        vocabulary=len(vocabulary),
-        windows=(None,) * layers,
-        rope_theta=field("llama.rope.freq_base"),
-        norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
-    )
+            raise _unsupported(path, f"{name} is {field(name)}, not {kind}")
+    if odd := [name for name in reader.fields if name.startswith("llama.rope.scaling")]:
+        raise _unsupported(path, f"it has {odd[0]}")
+    vocabulary, layers = field("tokenizer.ggml.tokens"), field("llama.block_count")
+    try:
+        shape = DecoderShape(
+            layers=layers,
+            hidden=field("llama.embedding_length"),
+            heads=field("llama.attention.head_count"),
+            kv_heads=field("llama.attention.head_count_kv"),
+            head_dim=field("llama.rope.dimension_count"),
+            mlp=field("llama.feed_forward_length"),
+            vocabulary=len(vocabulary),
+            windows=(None,) * layers,
+            rope_theta=field("llama.rope.freq_base"),
+            norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
+        )
+    except ValueError as error:
+        raise _unsupported(path, str(error)) from None
     return _Card(shape, vocabulary, field("tokenizer.ggml.merges"))
 
 
-def _arrays(gguf: Any, reader: Any, card: _Card) -> Iterator[Floats]:
+def _names(layers: int) -> Iterator[str]:
+    """Of all tensors. With one more (a bias, an output matrix) a model computes something else."""
+    yield from ("token_embd", "output_norm")
+    for layer in range(layers):
+        yield from (f"blk.{layer}.attn_{part}" for part in ("norm", "q", "k", "v", "output"))
+        yield from (f"blk.{layer}.ffn_{part}" for part in ("norm", "gate", "up", "down"))
+
+
+def _arrays(gguf: Any, tensors: dict[str, Any], shape: DecoderShape) -> Iterator[Floats]:
     """Every weight in the order of `_shapes`, as the decoder wants it."""
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    shape = card.shape
 
     def load(name: str) -> Floats:
-        tensor = tensors[f"{name}.weight"]
+        tensor = tensors[name]
         array: Floats = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         return array
 
