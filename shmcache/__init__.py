@@ -129,8 +129,10 @@ from shmcache.session.backend import CacheBackend
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import CacheResidencyPolicy, LiveCacheDiskPolicy, PagedCacheOptions
 from shmcache.session.reading import CacheBlockLease
+from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.scans import CachePiece
 from shmcache.session.session import CacheSession
+from shmcache.session.sharing import CacheSharingReport
 from shmcache.states.execution import (
     CacheIoAdmission,
     CacheIoCompletionDisposition,
@@ -214,6 +216,7 @@ __all__ = [
     "CacheResidencyTelemetry",
     "CacheResidencyTotals",
     "CacheSession",
+    "CacheSharingReport",
     "CacheStorageError",
     "CacheStoragePhase",
     "CacheTier",
@@ -236,6 +239,7 @@ __all__ = [
     "PagedCacheOptions",
     "PoolingStateComponent",
     "PrefixKeys",
+    "PrefixSharing",
     "PrivateHostMemory",
     "PromptCacheBlock",
     "PromptCacheDescriptor",
