@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from shmcache import bounds
 
-# A block begins on one of these.
-_LINE_BYTES: Final = 64
+# A block, and the end of an arena, is on one of these.
+LINE_BYTES: Final = 64
 _PAGE_BYTES: Final = 4096
 _SLAB_BYTES: Final = 2 << 20
 
@@ -26,7 +26,7 @@ class BlockRoom(NamedTuple):
     @property
     def place_bytes(self) -> int:
         """What a block takes in the arena."""
-        unit = _PAGE_BYTES if self.block_bytes >= _PAGE_BYTES else _LINE_BYTES
+        unit = _PAGE_BYTES if self.block_bytes >= _PAGE_BYTES else LINE_BYTES
         return -(-self.block_bytes // unit) * unit
 
     @property

@@ -21,7 +21,8 @@ class Fields:
         for part in ("attn_config", "ssm_cfg"):  # where some families keep the half of it
             if isinstance(nested := config.get(part), dict):
                 self._config = nested | self._config
-        self.model_type = self.text("model_type") or ""
+        self.model_type = "unknown"
+        self.model_type = self.text("model_type") or "unknown"
 
     def of_layer(self, place: int) -> Fields:
         """As this layer sees them: `per_layer_config` overrides some."""
@@ -96,4 +97,4 @@ class Fields:
 
     def unsupported(self, name: str, message: str) -> WorkloadError:
         """The error for a field that says what is not understood."""
-        return WorkloadError.ConfigUnsupported(self.model_type or "unknown", name, message)
+        return WorkloadError.ConfigUnsupported(self.model_type, name, message)

@@ -6,8 +6,9 @@ Why         A pool should be as large as its hits are worth, and that shows on r
 Contract    One request after the other: the longest prefix that is there counts as hits, then all
             blocks of the request are used from its last to its first, and what was not used for
             longest goes. `hits(n)` is exactly what a pool of n blocks with the policy `lru` and one
-            worker finds. Other policies have no such distances: `engine_hit_rate` runs the real
-            engine, for one size. Not seen: requests at the same time, whose leases keep blocks.
+            worker finds (give or take a block where a request is longer than the pool). Other
+            policies have no such distances: `engine_hit_rate` runs the real engine, for one size.
+            Not seen: requests at the same time, whose leases keep blocks.
 Invariants  A block is used by every request that uses a block behind it, and is younger then. So
             the blocks that a request was the last to use are, at any time, the end of its chain;
             an LRU stack is the requests in order, each with that end. Ranks in the stack are sums

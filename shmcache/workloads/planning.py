@@ -22,7 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from shmcache import CachePoolLimits, CacheResidencyPool, SegmentGeometry, bounds
-from shmcache.workloads.block_room import BlockRoom
+from shmcache.workloads.block_room import LINE_BYTES, BlockRoom
 from shmcache.workloads.geometries import Geometry
 from shmcache.workloads.hit_curve import engine_hit_rate, hit_curve, private_curves
 
@@ -215,7 +215,9 @@ def _pool(
     Its limits are what the requests in flight keep on the device, and one request per worker on its
     way between device and host.
     """
-    arena_bytes = room.arena_bytes(blocks) if options.arena_bytes is None else options.arena_bytes
+    arena_bytes = room.arena_bytes(blocks)
+    if options.arena_bytes is not None:
+        arena_bytes = options.arena_bytes // LINE_BYTES * LINE_BYTES
     limits = CachePoolLimits(
         device_bytes=options.requests * longest.sequence_bytes,
         host_bytes=arena_bytes,
@@ -265,6 +267,7 @@ class _Trace:
         last = max((whole - 1).bit_length(), bounds.ARENA_BYTES_MIN.bit_length())
         powers = range(last - _SIZES_BELOW, last + 1)
         steps = range(_SIZES_BELOW * _SAMPLES_PER_POWER + 1)
+        sampled = [int(2 ** (powers[0] + step / _SAMPLES_PER_POWER)) for step in steps]
         return PlanTraffic(
             requests=self._shared.requests,
             trace_blocks=self._shared.blocks,
@@ -272,23 +275,19 @@ class _Trace:
             ideal_rate=self._shared.ideal_rate,
             target_rate=self._options.target_rate,
             target_blocks=self.target_blocks,
-            planned=self._point(room, self._options.arena_bytes or room.arena_bytes(blocks)),
-            points=tuple(self._point(room, 1 << power) for power in powers),
-            samples=tuple(
-                self._sample(room, int(2 ** (powers[0] + step / _SAMPLES_PER_POWER)))
-                for step in steps
-            ),
+            planned=self._point(self._options.arena_bytes or room.arena_bytes(blocks), blocks),
+            points=tuple(self._point(1 << power, room.blocks(1 << power)) for power in powers),
+            samples=tuple(self._sample(size, room.blocks(size)) for size in sampled),
         )
 
-    def _sample(self, room: BlockRoom, arena_bytes: int) -> PlanSample:
-        held, workers = room.blocks(arena_bytes) // self._per_block, self._options.workers
+    def _sample(self, arena_bytes: int, blocks: int) -> PlanSample:
+        held, workers = blocks // self._per_block, self._options.workers
         hits = sum(curve.hits(held // workers) for curve in self._private)
         references = max(self._shared.references, 1)
         return PlanSample(arena_bytes, self._shared.rate(held), hits / references)
 
-    def _point(self, room: BlockRoom, arena_bytes: int) -> PlanPoint:
-        blocks = room.blocks(arena_bytes)
-        rates = self._sample(room, arena_bytes)
+    def _point(self, arena_bytes: int, blocks: int) -> PlanPoint:
+        rates = self._sample(arena_bytes, blocks)
         policy_rate = self._policy_rate(blocks // self._per_block)
         return PlanPoint(arena_bytes, blocks, rates.lru_rate, rates.private_rate, policy_rate)
 
