@@ -21,7 +21,7 @@ from shmcache.doctor import ROOM_CHECKS, Host, examine_host
 from shmcache.workloads.conversations import ConversationOptions, conversation_trace
 from shmcache.workloads.geometries import Geometry, TokenLayers, geometry_names
 from shmcache.workloads.model_config import NUMBER_BYTES, read_geometry
-from shmcache.workloads.plan_drawing import text_curve, write_plot
+from shmcache.workloads.plan_drawing import require_drawable, text_curve, write_plot
 from shmcache.workloads.planning import (
     CapacityPlan,
     PlanOptions,
@@ -31,7 +31,9 @@ from shmcache.workloads.planning import (
 )
 from shmcache.workloads.traces import BLOCK_TOKENS_DEFAULT
 
-_CHATS: Final = 500  # what is assumed where a hit rate is wanted and no trace is given
+# What is assumed where a hit rate is wanted and no trace is given.
+_CHATS: Final = 300
+_CHAT_BLOCK_TOKENS: Final = 128  # at least
 _DTYPES: Final = (*NUMBER_BYTES, "fp8")
 
 _tokens = click.IntRange(1, bounds.BLOCK_TOKENS_MAX)
@@ -88,6 +90,8 @@ def plan(
     """
     geometry = _geometry(model, bytes_per_token, dtype)
     try:
+        if plot is not None:
+            require_drawable(plot)
         assumed = trace is None and options["target"] is not None
         chosen = _options(assumed, **options)
         prompts = _prompts(trace, limit, chosen) if trace or assumed else None
@@ -125,7 +129,9 @@ def _options(
     arena: int | None,
     **options: Any,
 ) -> PlanOptions:
-    default = options["block_tokens"] if assumed else BLOCK_TOKENS_DEFAULT
+    default, block_tokens = BLOCK_TOKENS_DEFAULT, options["block_tokens"]
+    if assumed:
+        default = -(-_CHAT_BLOCK_TOKENS // block_tokens) * block_tokens
     return PlanOptions(
         requests=requests or options["workers"],
         trace_block_tokens=trace_block_tokens or default,

@@ -12,7 +12,7 @@ import importlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from xml.sax.saxutils import escape
 
 from shmcache.errors import WorkloadError, size_text
@@ -44,19 +44,29 @@ def text_curve(traffic: PlanTraffic) -> Iterator[str]:
     yield " " * 6 + "".join(label[:per_point].ljust(per_point) for label in labels).rstrip()
 
 
+def require_drawable(path: Path) -> None:
+    """Raise what `write_plot` would raise for this path, before a plan takes its time.
+
+    Errors: `ValueError` for another suffix.
+    """
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"a curve is drawn as .svg or .png, not as {path.suffix or 'no suffix'}")
+    if path.suffix == ".png":
+        _figures()
+
+
 def write_plot(plan: CapacityPlan, path: Path) -> None:
     """Draw the curve into a file, by its suffix.
 
     Errors: `ValueError` for another suffix, and a plan without a trace.
     """
+    require_drawable(path)
     if plan.traffic is None:
         raise ValueError("there is no curve to draw without a trace")
     if path.suffix == ".svg":
         path.write_text("\n".join(_svg(plan, plan.traffic)) + "\n", encoding="utf-8")
-    elif path.suffix == ".png":
-        _write_png(plan, plan.traffic, path)
     else:
-        raise ValueError(f"a curve is drawn as .svg or .png, not as {path.suffix or 'no suffix'}")
+        _write_png(plan, plan.traffic, path)
 
 
 def _tenths(traffic: PlanTraffic) -> int:
@@ -152,12 +162,15 @@ def _label(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
 # ---- PNG ---------------------------------------------------------------------------------------
 
 
-def _write_png(plan: CapacityPlan, traffic: PlanTraffic, path: Path) -> None:
+def _figures() -> Any:
     try:
-        figures = importlib.import_module("matplotlib.figure")
+        return importlib.import_module("matplotlib.figure")
     except ImportError:
         raise WorkloadError.PackageMissing("matplotlib", MATPLOTLIB_COMMAND) from None
-    figure = figures.Figure(figsize=(_WIDTH / 100, _HEIGHT / 100), layout="constrained")
+
+
+def _write_png(plan: CapacityPlan, traffic: PlanTraffic, path: Path) -> None:
+    figure = _figures().Figure(figsize=(_WIDTH / 100, _HEIGHT / 100), layout="constrained")
     axes = figure.subplots()
     sizes = [sample.arena_bytes for sample in traffic.samples]
     for name, colour, rates in _series(plan, traffic):
