@@ -6,7 +6,6 @@ Contract    A check is a function from a `Host` to a `Verdict`; its name is what
             FAIL: pools cannot be made or used as wanted. WARN: they will be lost, or fail, or be
             slow to notice, under some circumstances. NOTE: worth knowing. The order is that in
             which one would ask.
-Errors      `SegmentError.HostError` when /dev/shm itself is missing.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def strangers(host: Host) -> Verdict:
     if not sizes:
         return Verdict(_OK, "nothing of other programs")
     found = f"{len(sizes)} files of other programs, {size_text(total)}"
-    if total < host.shm.size_bytes // 10:
+    if host.shm is None or total < host.shm.size_bytes // 10:
         return Verdict(_OK, found)
     largest = sorted(sizes, key=lambda name: -sizes[name])
     return Verdict(_WARN, f"{found}: {_names(largest)}", "see who made them, and remove them")

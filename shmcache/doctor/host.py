@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from shmcache import HostRoom, SegmentError, read_host_room
+from shmcache import HostRoom, read_host_room
 from shmcache.doctor.trials import HostTrials, try_host
 
 SHM: Final = "/dev/shm"
@@ -76,8 +76,8 @@ class HostSupply(msgspec.Struct, frozen=True, kw_only=True):
 
     memory_available_bytes: int | None
     swap_free_bytes: int | None
-    shm_bytes: int
-    shm_free_bytes: int
+    shm_bytes: int | None
+    shm_free_bytes: int | None
     cgroup_free_bytes: int | None
     cgroup_file: str
     huge_page_bytes: int | None
@@ -101,12 +101,14 @@ class Host:
         *,
         needs_bytes: int = 0,
         uid: int | None = None,
+        pid: int | None = None,
         shm: ShmRoom | None = None,
         trials: HostTrials | None = None,
     ) -> None:
         self.root = Path(root)
         self.needs_bytes = needs_bytes
         self.uid = os.geteuid() if uid is None else uid
+        self.pid = os.getpid() if pid is None else pid
         self._shm = shm
         self._trials = trials
 
@@ -174,14 +176,14 @@ class Host:
     # -- the rest
 
     @cached_property
-    def shm(self) -> ShmRoom:
-        """The file system of pools. Errors: SegmentError.HostError."""
+    def shm(self) -> ShmRoom | None:
+        """The file system of pools; None when there is none to be seen."""
         if self._shm is not None:
             return self._shm
         try:
             status = os.statvfs(self.path(SHM))
-        except OSError as error:
-            raise SegmentError.HostError.of("statvfs", error) from error
+        except OSError:
+            return None
         size = status.f_frsize
         return ShmRoom(status.f_blocks * size, status.f_bavail * size, status.f_favail)
 
@@ -189,9 +191,9 @@ class Host:
     def room(self) -> HostRoom:
         """The three bounds that `create` looks at."""
         found = read_host_room(
-            self.path(SHM), proc_root=self.path("proc"), cgroup_root=self.path("sys/fs/cgroup")
+            self.root, proc_root=self.path("proc"), cgroup_root=self.path("sys/fs/cgroup")
         )
-        free_bytes = self.shm.free_bytes if self.shm.size_bytes else None
+        free_bytes = self.shm.free_bytes if self.shm and self.shm.size_bytes else None
         return msgspec.structs.replace(found, tmpfs_free_bytes=free_bytes)
 
     @cached_property
@@ -212,8 +214,8 @@ class Host:
         return HostSupply(
             memory_available_bytes=self.memory.get("MemAvailable"),
             swap_free_bytes=self.memory.get("SwapFree"),
-            shm_bytes=self.shm.size_bytes,
-            shm_free_bytes=self.shm.free_bytes,
+            shm_bytes=self.shm and self.shm.size_bytes,
+            shm_free_bytes=self.shm and self.shm.free_bytes,
             cgroup_free_bytes=self.room.memory_limit_free_bytes,
             cgroup_file=self.room.memory_limit_knob,
             huge_page_bytes=page,

@@ -51,7 +51,7 @@ def proc(host: Host) -> Verdict:
     if not host.read("proc/sys/kernel/random/boot_id"):
         advice = "mount /proc without subset=pid: pools compare the id of the boot"
         return Verdict(_FAIL, "/proc has no boot_id", advice)
-    if host.link("proc/self") not in (None, host.status.get("Pid")):
+    if host.link("proc/self") not in (None, str(host.pid)):
         advice = "mount the /proc of this PID namespace: mount -t proc proc /proc"
         return Verdict(_FAIL, "/proc belongs to another PID namespace", advice)
     hidden = (mount.option("hidepid") if mount else None) or "0"

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import sys
-import sysconfig
 from typing import Final
 
 from shmcache import ContractError, SegmentError
@@ -58,7 +57,7 @@ def machine(host: Host) -> Verdict:
 def python(host: Host) -> Verdict:
     """The interpreter."""
     found = f"{platform.python_implementation()} {platform.python_version()}"
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return Verdict(_WARN, f"{found}, free-threaded", "use a build with the GIL")
     if platform.python_implementation() != "CPython":
         return Verdict(_WARN, found, "use CPython")

@@ -35,6 +35,8 @@ def shm_mount(host: Host) -> Verdict:
 
 def shm_room(host: Host) -> Verdict:
     """Its size and what is free: a pool is allocated whole."""
+    if host.shm is None:
+        return Verdict(_FAIL, "/dev/shm cannot be looked at", "mount a tmpfs there, mode=1777")
     size, free, files = host.shm
     if not size:
         return Verdict(_OK, "/dev/shm has no size of its own")

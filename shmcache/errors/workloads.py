@@ -9,7 +9,7 @@ from shmcache.errors.base import ContractError, variant
 
 
 class WorkloadError(ContractError):
-    """Optional packages and models of the workloads."""
+    """Optional packages, models and their configs."""
 
     PackageMissing: TypeAlias = "_WorkloadPackageMissing"
     ModelUnsupported: TypeAlias = "_WorkloadModelUnsupported"
