@@ -264,7 +264,7 @@ enum shmc_status allocate(struct shmc_handle *handle, uint64_t bytes) {
   return status;
 }
 
-enum shmc_status seal(struct shmc_handle *handle, struct shmc_lease lease) {
+enum shmc_status seal_block(struct shmc_handle *handle, struct shmc_lease lease) {
   return perform(handle, REQUEST(SEAL, .lease = lease));
 }
 

@@ -114,7 +114,7 @@ struct usage aggregate(void); /* of the last publication */
  * what it was given instead; allocate() and evict() repeat a request that
  * answers MORE. */
 enum shmc_status allocate(struct shmc_handle *handle, uint64_t bytes);
-enum shmc_status seal(struct shmc_handle *handle, struct shmc_lease lease);
+enum shmc_status seal_block(struct shmc_handle *handle, struct shmc_lease lease);
 enum shmc_status publish_block(struct shmc_handle *handle,
                                struct shmc_lease lease, uint64_t key);
 enum shmc_status discard(struct shmc_handle *handle, struct shmc_lease lease);
