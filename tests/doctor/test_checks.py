@@ -333,7 +333,8 @@ def test_who_may_put_something_there(host: MadeUp) -> None:
     shm = host.root / "dev/shm"
     shm.chmod(0o777)
     verdict = host.check("shm_permissions")
-    assert (verdict.status, verdict.advice) == (WARN, "chmod 1777 /dev/shm")
+    assert verdict.status is NOTE
+    assert "chmod 1777 /dev/shm" in verdict.advice
     shm.rmdir()
     assert host.status("shm_permissions") is FAIL
 
