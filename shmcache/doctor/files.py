@@ -28,8 +28,8 @@ def shm_permissions(host: Host) -> Verdict:
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         return Verdict(_FAIL, f"{found}, not writable for user {host.uid}", f"chmod 1777 {SHM}")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        found += ": anybody may remove a pool's name"
-        return Verdict(_WARN, found, f"chmod 1777 {SHM}")
+        found += ": whoever writes there may remove a pool's name"
+        return Verdict(_NOTE, found, f"chmod 1777 {SHM}, unless all are one user's (emptyDir)")
     return Verdict(_OK, f"{found}; files of pools have the mode they were made with, not the umask")
 
 

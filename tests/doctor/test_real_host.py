@@ -115,6 +115,7 @@ def test_a_pid_namespace(patient: Worker, pool_name: str) -> None:
         checks = patient.call("checks()")
         assert checks["segments"][0] == "warn"
         assert "(pid_namespace)" in checks["segments"][1]
+        assert checks["pid_namespace"][0] == "note"
     assert failing(checks) == []
     CacheResidencyPool.destroy(pool_name)
 
