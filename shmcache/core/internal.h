@@ -193,6 +193,11 @@ uint64_t *shmc_index_find(const struct shmc_handle *handle, const uint64_t *key,
 bool shmc_index_names(const struct shmc_handle *handle, uint64_t word, uint64_t block);
 bool shmc_index_put(struct shmc_handle *handle, const uint64_t *key, uint64_t block);
 
+static inline bool shmc_fits_arena(const struct shmc_handle *handle, uint64_t place, uint64_t bytes)
+{
+    return bytes <= handle->arena_bytes && place <= handle->arena_bytes - bytes;
+}
+
 /* pins.c */
 bool shmc_leaf_try(struct shmc_handle *handle);
 void shmc_leaf_enter(struct shmc_handle *handle);
@@ -212,6 +217,8 @@ uint64_t shmc_class_bytes(const struct shmc_handle *handle, uint64_t bytes);
 enum shmc_status shmc_class_find(struct shmc_handle *handle, uint64_t block_bytes,
                                  struct shmc_class **class);
 uint64_t shmc_slab_places(const struct shmc_handle *handle, uint64_t slab, uint64_t block_bytes);
+enum shmc_status shmc_class_of(const struct shmc_handle *handle, const struct shmc_slab *slab,
+                               struct shmc_class **class);
 enum shmc_status shmc_slab_of(const struct shmc_handle *handle, uint64_t block,
                               struct shmc_slab **slab, struct shmc_class **class);
 enum shmc_status shmc_slab_take(struct shmc_handle *handle, struct shmc_class *class,
@@ -242,7 +249,7 @@ enum shmc_status shmc_policy_unpark(struct shmc_handle *handle, struct shmc_clas
 enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_class *class,
                                      uint64_t block, bool protect);
 enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle);
-enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle);
+enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle, struct shmc_request *request);
 
 /* adaptive.c; called with the lock held */
 uint64_t shmc_adaptive_kind(uint64_t uses, uint64_t flags);

@@ -158,6 +158,7 @@ static bool gives_back(const struct shmc_request *request)
     case SHMC_OP_PUBLISH:
     case SHMC_OP_DISCARD:
     case SHMC_OP_INVALIDATE:
+    case SHMC_OP_PROTECT: /* or its end: the block can be evicted again */
     case SHMC_OP_EVICT:
     case SHMC_OP_RELEASE_CLAIM:
         return true;

@@ -161,11 +161,6 @@ static void note_hits(struct shmc_handle *handle, const struct shmc_lease *lease
 
 /* ---- leasing ------------------------------------------------------------------------------- */
 
-static bool fits_arena(const struct shmc_handle *handle, uint64_t place, uint64_t bytes)
-{
-    return bytes <= handle->arena_bytes && place <= handle->arena_bytes - bytes;
-}
-
 /* What a pinned block is, if it is published under the key and lies in the arena. */
 static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const uint64_t *key,
                         struct shmc_lease *lease)
@@ -181,7 +176,7 @@ static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const 
         .place = shmc_load_relaxed(&block->place),
         .bytes = shmc_load_relaxed(&block->bytes),
     };
-    return shmc_same_key(block->key, key) && fits_arena(handle, lease->place, lease->bytes);
+    return shmc_same_key(block->key, key) && shmc_fits_arena(handle, lease->place, lease->bytes);
 }
 
 /* One entry of a bucket: pin what it names, look, undo when it is something else. */

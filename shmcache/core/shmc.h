@@ -305,6 +305,7 @@ struct shmc_request {
     uint64_t owner_nonce;
     uint64_t cursor;
     uint64_t row_cursor; /* of a reclaim: words of the row of pins */
+    uint64_t drained;    /* ring entries that were looked at before the request itself */
     uint64_t released;   /* entries given back by a reclaim step; bytes freed by an eviction */
     uint64_t bytes;
     uint64_t capacity; /* bytes charged for the block */
