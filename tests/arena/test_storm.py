@@ -88,7 +88,7 @@ def storm(
     rng: random.Random,
     seconds: int,
 ) -> int:
-    """Kill one worker after the other, as soon as it works, and a few at least; returns how many."""
+    """Kill one worker after the other, as soon as it works; returns how many, a few at least."""
     until = time.monotonic() + seconds
     kills = 0
     while time.monotonic() < until or kills < seconds // 2:
