@@ -82,6 +82,7 @@ from shmcache.pool.arena import (
     BlockStat,
     PublishResult,
 )
+from shmcache.pool.host import HostRoom, read_host_room
 from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
     OwnerRecord,
@@ -219,6 +220,7 @@ __all__ = [
     "CacheTier",
     "Claim",
     "ContractError",
+    "HostRoom",
     "LayerCachePolicy",
     "LayerRange",
     "LayerSchedule",
@@ -279,6 +281,7 @@ __all__ = [
     "prompt_cache_rank_path",
     "prompt_cache_token_fingerprint",
     "prune_prompt_cache",
+    "read_host_room",
     "resolve_prompt_cache_root",
     "safe_prompt_cache_shard_path",
     "segment_names",

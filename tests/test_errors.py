@@ -195,6 +195,8 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (TraceError.Malformed(3, "why"), ("line 3", "why")),
     (WorkloadError.PackageMissing("gguf", "pip install gguf"), ("gguf", "`pip install gguf`")),
     (WorkloadError.ModelUnsupported("a.gguf", "it has no x"), ("a.gguf", "it has no x")),
+    (WorkloadError.ConfigUnreadable("a/config.json", "why"), ("'a/config.json'", "why")),
+    (WorkloadError.ConfigUnsupported("gpt9", "n_head", "why"), ("'gpt9'", "n_head", "why")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)

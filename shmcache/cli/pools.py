@@ -22,6 +22,7 @@ from shmcache import (
     CachePoolUsage,
     CacheResidencyPool,
     ReclaimedOwner,
+    SegmentGeometry,
     bounds,
 )
 from shmcache.cli.answers import Answer, Command, table
@@ -107,7 +108,7 @@ def create(name: str, exist_ok: bool, **options: Any) -> Answer:
     except (ValueError, CachePoolError.InvalidLimits) as error:
         raise click.UsageError(str(error)) from error
     with pool:
-        document = identity_of(pool) | _sizes(pool)
+        document = identity_of(pool) | sizes_document(pool.geometry())
         text = f"pool {name!r} has {format_size(pool.geometry().segment_bytes)} of shared memory"
         return Answer(document, (text,))
 
@@ -153,7 +154,8 @@ def report(name: str) -> Answer:
         }
         reservations = sum(owner.reservations for owner in owners)
         counts = {"owners": len(owners), "managers": totals.managers, "reservations": reservations}
-        document = identity_of(pool) | counts | {"axes": axes} | _sizes(pool)
+        document = identity_of(pool) | counts | {"axes": axes}
+        document |= sizes_document(pool.geometry())
     rows = ((axis.replace("_", " "), *map(format_size, row.values())) for axis, row in axes.items())
     heading = f"pool {name!r}, id {document['pool_id']}, {document['state']}"
     held = ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -282,8 +284,8 @@ def reclaimed_document(owners: Iterable[ReclaimedOwner]) -> list[dict[str, objec
     ]
 
 
-def _sizes(pool: CacheResidencyPool) -> dict[str, object]:
-    geometry = pool.geometry()
+def sizes_document(geometry: SegmentGeometry) -> dict[str, object]:
+    """The sizes of a pool, as JSON has them."""
     fields = {field: getattr(geometry, field) for field in geometry.__struct_fields__}
     fields["mode"] = f"{geometry.mode:o}"
     return {"segment_bytes": geometry.segment_bytes, "geometry": fields}

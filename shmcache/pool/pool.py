@@ -204,6 +204,17 @@ class CacheResidencyPool(LiveFilesPool):
             raise SegmentError.Closed(self.name)
         return segment.open_segment(self.name)
 
+    @staticmethod
+    def geometry_for(limits: CachePoolLimits, **options: Any) -> SegmentGeometry:
+        """The sizes that `create` would give a pool, `segment_bytes` too; makes none.
+
+        Raises: ValueError for what no pool can have.
+        """
+        geometry = _geometry(limits, options)
+        if geometry.segment_bytes == 0:
+            raise ValueError(f"no segment can have these sizes: {geometry}")
+        return geometry
+
     def geometry(self) -> SegmentGeometry:
         """The sizes the pool was created with."""
         return SegmentGeometry(limits=self.limits, **self._geometry())
