@@ -117,6 +117,15 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle);
 enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle,
                                            struct shmc_request *request);
 enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shmc_request *request);
+enum shmc_status shmc_owners_files_gone(struct shmc_handle *handle,
+                                        const struct shmc_request *request);
+
+/* paths.c; called with the lock held */
+bool shmc_paths_are_valid(const char *paths, uint64_t bytes);
+enum shmc_status shmc_paths_set(struct shmc_handle *handle, const struct shmc_request *request);
+enum shmc_status shmc_paths_forget(struct shmc_handle *handle, uint32_t slot);
+enum shmc_status shmc_paths_tell(const struct shmc_handle *handle, uint32_t slot,
+                                 struct shmc_request *request);
 
 /* accounts.c; called with the lock held */
 enum shmc_status shmc_accounts_register(struct shmc_handle *handle, struct shmc_request *request);
@@ -128,6 +137,8 @@ enum shmc_status shmc_accounts_release_manager(struct shmc_handle *handle, uint3
                                                struct shmc_token token);
 enum shmc_status shmc_accounts_release_reservation(struct shmc_handle *handle, uint32_t owner,
                                                    struct shmc_token token);
+enum shmc_status shmc_accounts_keep_disk(struct shmc_handle *handle, uint64_t index,
+                                         uint64_t *released);
 void shmc_accounts_report(struct shmc_handle *handle, struct shmc_report *report);
 enum shmc_status shmc_accounts_held(struct shmc_handle *handle, struct shmc_held *rows);
 uint64_t shmc_manager_bucket(const struct shmc_handle *handle, uint64_t id);

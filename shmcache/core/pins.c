@@ -390,3 +390,26 @@ uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
     const struct shmc_telemetry_row *rows = shmc_region(handle, SHMC_REGION_TELEMETRY);
     return shmc_load_relaxed(&rows[slot].counters[counter]);
 }
+
+/* The sessions' words of a row follow each other. */
+static uint64_t *told_word(const struct shmc_handle *handle, uint32_t slot, uint32_t word)
+{
+    struct shmc_telemetry_row *row =
+        (struct shmc_telemetry_row *)shmc_region(handle, SHMC_REGION_TELEMETRY) + slot;
+    return word < SHMC_SESSION_COUNTERS_MAX ? &row->sessions[word]
+                                            : &row->gauges[word - SHMC_SESSION_COUNTERS_MAX];
+}
+
+void shmc_tell(struct shmc_handle *handle, uint32_t word, uint64_t more)
+{
+    if (handle->slot != SHMC_NO_SLOT && word < SHMC_SESSION_WORDS)
+        shmc_add_relaxed(told_word(handle, handle->slot, word), more);
+}
+
+uint64_t shmc_told(const struct shmc_handle *handle, uint32_t word)
+{
+    uint64_t sum = 0;
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        sum += shmc_load_relaxed(told_word(handle, slot, word));
+    return sum;
+}
