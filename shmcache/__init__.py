@@ -82,6 +82,7 @@ from shmcache.pool.arena import (
     BlockStat,
     PublishResult,
 )
+from shmcache.pool.host import HostRoom, read_host_room
 from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
     OwnerRecord,
@@ -128,8 +129,8 @@ from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.backend import CacheBackend
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import CacheResidencyPolicy, LiveCacheDiskPolicy, PagedCacheOptions
-from shmcache.session.reading import CacheBlockLease
 from shmcache.session.prefix_options import PrefixSharing
+from shmcache.session.reading import CacheBlockLease
 from shmcache.session.scans import CachePiece
 from shmcache.session.session import CacheSession
 from shmcache.session.sharing import CacheSharingReport
@@ -222,6 +223,7 @@ __all__ = [
     "CacheTier",
     "Claim",
     "ContractError",
+    "HostRoom",
     "LayerCachePolicy",
     "LayerRange",
     "LayerSchedule",
@@ -283,6 +285,7 @@ __all__ = [
     "prompt_cache_rank_path",
     "prompt_cache_token_fingerprint",
     "prune_prompt_cache",
+    "read_host_room",
     "resolve_prompt_cache_root",
     "safe_prompt_cache_shard_path",
     "segment_names",

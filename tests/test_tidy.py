@@ -35,9 +35,10 @@ LAYERS = {
     "session": "errors bounds policy states _core pool io telemetry prompt"
     " msgspec numpy ml_dtypes torch",
     "shmcache": "errors bounds policy states _core pool io telemetry prompt session",
+    "doctor": "shmcache errors bounds msgspec",
     "workloads": "shmcache errors bounds *",
     "integrations": "shmcache errors bounds *",
-    "cli": "shmcache errors bounds workloads click rich",
+    "cli": "shmcache errors bounds doctor workloads click rich",
 }
 
 # Contract files whose names the package must export by now.

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import click
 
-from shmcache.cli import arena, listing, pools, prompt, replay, stress, supervise
+from shmcache.cli import (
+    arena,
+    doctor,
+    listing,
+    plan,
+    pools,
+    prompt,
+    replay,
+    stress,
+    supervise,
+)
 from shmcache.cli.answers import Commands
 
 
@@ -15,6 +25,7 @@ def main() -> None:
 
     \b
     A first round:
+      shmcache doctor
       shmcache create llm --device 8GiB --host 32GiB --transfer 1GiB
       shmcache report llm
       shmcache supervise llm          # gives back what killed workers held
@@ -35,6 +46,8 @@ for _command in (
     pools.reclaim,
     pools.destroy,
     supervise.supervise,
+    plan.plan,
+    doctor.doctor,
     stress.stress,
     replay.replay,
     prompt.prompt,

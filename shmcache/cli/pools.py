@@ -22,6 +22,7 @@ from shmcache import (
     CachePoolUsage,
     CacheResidencyPool,
     ReclaimedOwner,
+    SegmentGeometry,
     bounds,
 )
 from shmcache.cli.answers import Answer, Command, table
@@ -107,7 +108,7 @@ def create(name: str, exist_ok: bool, **options: Any) -> Answer:
     except (ValueError, CachePoolError.InvalidLimits) as error:
         raise click.UsageError(str(error)) from error
     with pool:
-        document = identity_of(pool) | _sizes(pool)
+        document = identity_of(pool) | sizes_document(pool.geometry())
         text = f"pool {name!r} has {format_size(pool.geometry().segment_bytes)} of shared memory"
         return Answer(document, (text,))
 
@@ -153,7 +154,8 @@ def report(name: str) -> Answer:
         }
         reservations = sum(owner.reservations for owner in owners)
         counts = {"owners": len(owners), "managers": totals.managers, "reservations": reservations}
-        document = identity_of(pool) | counts | {"axes": axes} | _sizes(pool)
+        document = identity_of(pool) | counts | {"axes": axes}
+        document |= sizes_document(pool.geometry())
     rows = ((axis.replace("_", " "), *map(format_size, row.values())) for axis, row in axes.items())
     heading = f"pool {name!r}, id {document['pool_id']}, {document['state']}"
     held = ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -234,7 +236,12 @@ def verify(name: str) -> Answer:
 
 @click.command(cls=Command)
 @pool_argument
-def reclaim(name: str) -> Answer:
+@click.option(
+    "--forget-files",
+    is_flag=True,
+    help="Release the disk charge of live files also where they cannot be deleted.",
+)
+def reclaim(name: str, forget_files: bool) -> Answer:
     """Give back, once, what dead processes held. `supervise` does it all the time.
 
     \b
@@ -242,11 +249,16 @@ def reclaim(name: str) -> Answer:
       shmcache reclaim llm
     """
     with CacheResidencyPool.observe(name) as pool:
-        reclaimed = pool.sweep()
+        reclaimed = pool.sweep(forget_files=forget_files)
         document = identity_of(pool) | {"reclaimed": reclaimed_document(reclaimed)}
     rows = ((o.pid, o.entries, *_usage_cells(o.usage)) for o in reclaimed)
     found = table(">pid >entries >device >host >transfer >disk", rows)
-    return Answer(document, (found,) if reclaimed else ("nothing to reclaim",))
+    remaining = [
+        f"live files of process {owner.pid} in {files.place} are not deleted: {files.reason}"
+        for owner in reclaimed
+        for files in owner.undeleted
+    ]
+    return Answer(document, (found, *remaining) if reclaimed else ("nothing to reclaim",))
 
 
 # ---- what answers share ------------------------------------------------------------------------
@@ -266,13 +278,14 @@ def reclaimed_document(owners: Iterable[ReclaimedOwner]) -> list[dict[str, objec
             "nonce": hex_id(owner.nonce),
             "entries": owner.entries,
             "usage": owner.usage,
+            "undeleted": owner.undeleted,
         }
         for owner in owners
     ]
 
 
-def _sizes(pool: CacheResidencyPool) -> dict[str, object]:
-    geometry = pool.geometry()
+def sizes_document(geometry: SegmentGeometry) -> dict[str, object]:
+    """The sizes of a pool, as JSON has them."""
     fields = {field: getattr(geometry, field) for field in geometry.__struct_fields__}
     fields["mode"] = f"{geometry.mode:o}"
     return {"segment_bytes": geometry.segment_bytes, "geometry": fields}

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import os
 import random
-import select
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -21,14 +18,13 @@ from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import POOL_NAME
 from shmcache.cli.signals import signals_as_exceptions
 from shmcache.cli.sizes import SIZE, FiniteRange, format_size
-from shmcache.workloads.geometries import geometry, geometry_names
-from shmcache.workloads.replay import PROGRESS_S, run_replay
+from shmcache.cli.traffic import named_geometry, trace_reader
+from shmcache.workloads.replay import run_replay
 from shmcache.workloads.replay_books import ReplayOptions, ReplayProgress, ReplayReport
-from shmcache.workloads.traces import BLOCK_TOKENS_DEFAULT, TraceReader, open_trace
+from shmcache.workloads.traces import BLOCK_TOKENS_DEFAULT, TraceReader
 
 _BLOCK_BYTES_DEFAULT: Final = 4096
 _POOL_BYTES_DEFAULT: Final = 256 << 20
-_STANDARD_INPUT: Final = "-"
 
 _positive = FiniteRange(0, min_open=True)
 
@@ -81,7 +77,7 @@ def replay(trace: str, limit: int | None, **options: Any) -> Answer:
     chosen = _options(**options)
     with contextlib.ExitStack() as stack:
         check = stack.enter_context(signals_as_exceptions())
-        reader = stack.enter_context(_reader(trace, chosen.block_tokens, check))
+        reader = stack.enter_context(trace_reader(trace, chosen.block_tokens, check))
         show = stack.enter_context(_progress_bar(reader, limit))
 
         def on_progress(at: ReplayProgress) -> None:
@@ -128,43 +124,12 @@ def _block_bytes(
     if sum(size is not None for size in (model, bytes_per_token, block_bytes)) > 1:
         raise click.UsageError("give one of --geometry, --bytes-per-token and --block-bytes")
     if model is not None:
-        try:
-            bytes_per_token = geometry(model).bytes_per_token
-        except KeyError:
-            raise click.BadParameter(
-                f"{model!r} is none of {', '.join(geometry_names())}", param_hint="--geometry"
-            ) from None
+        bytes_per_token = named_geometry(model, "--geometry").bytes_per_token
         if not bytes_per_token:
             raise click.BadParameter(f"{model} keeps nothing per token", param_hint="--geometry")
     if bytes_per_token is not None:
         return bytes_per_token * block_tokens
     return block_bytes or _BLOCK_BYTES_DEFAULT
-
-
-@contextlib.contextmanager
-def _reader(trace: str, block_tokens: int, check: Callable[[], None]) -> Iterator[TraceReader]:
-    if trace == _STANDARD_INPUT:
-        stream = io.BufferedReader(_Interruptible(sys.stdin.fileno(), check))
-        yield TraceReader(stream, "standard input", block_tokens=block_tokens)
-    else:
-        with open_trace(trace, block_tokens=block_tokens) as reader:
-            yield reader
-
-
-class _Interruptible(io.RawIOBase):
-    """A pipe that may stay silent for long: `check` is called meanwhile, and may raise."""
-
-    def __init__(self, descriptor: int, check: Callable[[], None]) -> None:
-        self._descriptor = descriptor
-        self._check = check
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not select.select([self._descriptor], [], [], PROGRESS_S)[0]:
-            self._check()
-        return os.readv(self._descriptor, [buffer])
 
 
 @contextlib.contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import TypeAlias
 
 from shmcache.errors.base import ContractError, variant
 
 
 class WorkloadError(ContractError):
-    """Optional packages and models of the workloads."""
+    """Optional packages, models and their configs."""
 
     PackageMissing: TypeAlias = "_WorkloadPackageMissing"
     ModelUnsupported: TypeAlias = "_WorkloadModelUnsupported"
+    ConfigUnreadable: TypeAlias = "_WorkloadConfigUnreadable"
+    ConfigUnsupported: TypeAlias = "_WorkloadConfigUnsupported"
 
 
 @variant("the optional package {package} is not installed", hint="run `{command}`")
@@ -24,3 +27,22 @@ class _WorkloadPackageMissing(WorkloadError):
 class _WorkloadModelUnsupported(WorkloadError):
     path: str
     reason: str
+
+
+@variant(
+    "the model's config {path!r} cannot be read",
+    hint="give the config.json of a decoder, its folder, or the name of a built-in geometry",
+)
+class _WorkloadConfigUnreadable(WorkloadError):
+    path: str
+    message: str = field(default="", compare=False)
+
+
+@variant(
+    "the config of a {model_type!r} model cannot be planned with, for its {field_name}",
+    hint="say what a token costs: --bytes-per-token",
+)
+class _WorkloadConfigUnsupported(WorkloadError):
+    model_type: str
+    field_name: str
+    message: str = field(default="", compare=False)

@@ -2,8 +2,9 @@
 
 Why         A replay and a capacity plan are about models, not about bytes; the range between models
             of one context is 247 to 1.
-Units       Two bytes per number (bfloat16), batch 1, no tensor parallelism. A recurrent state is
-            per sequence: its convolution in bfloat16, the rest in float32.
+Units       Two bytes per number (bfloat16) unless a group says otherwise, batch 1, no tensor
+            parallelism. A recurrent state is per sequence: its convolution in numbers of that size,
+            the rest in float32.
 Contract    A sliding window of w tokens keeps w - 1 between calls, as transformers does; other
             engines keep w.
 Source      Per model, the letters are: A config.json as copied in ai-dynamo/aiconfigurator, B
@@ -30,11 +31,12 @@ class KeyValueLayers(NamedTuple):
     key_width: int
     value_width: int
     window: int | None = None
+    number_bytes: int = _NUMBER_BYTES
 
     @property
     def bytes_per_token(self) -> int:
         """While no window is full."""
-        return self.layers * self.heads * (self.key_width + self.value_width) * _NUMBER_BYTES
+        return self.layers * self.heads * (self.key_width + self.value_width) * self.number_bytes
 
     def total_bytes(self, tokens: int) -> int:
         """Of a sequence."""
@@ -47,11 +49,12 @@ class TokenLayers(NamedTuple):
 
     layers: int
     width: int
+    number_bytes: int = _NUMBER_BYTES
 
     @property
     def bytes_per_token(self) -> int:
         """Whole on every rank."""
-        return self.layers * self.width * _NUMBER_BYTES
+        return self.layers * self.width * self.number_bytes
 
     def total_bytes(self, tokens: int) -> int:
         """Of a sequence."""
@@ -65,10 +68,11 @@ class StateLayers(NamedTuple):
     convolution_numbers: int
     recurrent_numbers: int
     bytes_per_token: int = 0
+    number_bytes: int = _NUMBER_BYTES
 
     def total_bytes(self, tokens: int) -> int:
         """Of a sequence of any length."""
-        convolution = self.convolution_numbers * _NUMBER_BYTES
+        convolution = self.convolution_numbers * self.number_bytes
         return self.layers * (convolution + self.recurrent_numbers * _RECURRENT_NUMBER_BYTES)
 
 
@@ -87,9 +91,19 @@ class Geometry(NamedTuple):
         """What a token of a short sequence costs in all layers; 0 for a purely recurrent model."""
         return sum(group.bytes_per_token for group in self.groups)
 
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence of any length keeps in recurrent layers."""
+        return sum(group.total_bytes(0) for group in self.groups)
+
     def total_bytes(self, tokens: int) -> int:
         """What a sequence of so many tokens costs."""
         return sum(group.total_bytes(tokens) for group in self.groups)
+
+    def in_numbers_of(self, number_bytes: int) -> Geometry:
+        """The same layers with a cache in another format: 1 byte for FP8, 4 for float32."""
+        groups = tuple(group._replace(number_bytes=number_bytes) for group in self.groups)
+        return self._replace(groups=groups)
 
 
 def geometry(name: str) -> Geometry:

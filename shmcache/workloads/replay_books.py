@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from shmcache import bounds
 from shmcache.errors import size_text
+from shmcache.workloads.block_room import BlockRoom
 from shmcache.workloads.replay_worker import WorkerAnswer, chain, trace_keys
 from shmcache.workloads.traces import BLOCK_TOKENS_DEFAULT, TraceRequest
-
-# Of an arena: a block begins on one of these, and lies within a slab of at least so many bytes.
-_LINE_BYTES: Final = 64
-_PAGE_BYTES: Final = 4096
-_SLAB_BYTES: Final = 2 << 20
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,31 +53,17 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(f"{self.name}-{worker}" for worker in range(self.workers))
 
     @property
-    def place_bytes(self) -> int:
-        """What a block takes in the arena."""
-        unit = _PAGE_BYTES if self.block_bytes >= _PAGE_BYTES else _LINE_BYTES
-        return -(-self.block_bytes // unit) * unit
-
-    @property
     def blocks(self) -> int:
         """How many blocks each pool holds."""
         shares = len(self.names)
         if self.pool_blocks is not None:
             return self.pool_blocks // shares
-        per_slab = self._slab_bytes // self.place_bytes
-        slabs, rest = divmod((self.pool_bytes or 0) // shares, self._slab_bytes)
-        return slabs * per_slab + rest // self.place_bytes
+        return BlockRoom(self.block_bytes).blocks((self.pool_bytes or 0) // shares)
 
     @property
     def arena_bytes(self) -> int:
-        """What so many blocks need: they do not cross slabs."""
-        slabs, rest = divmod(self.blocks, self._slab_bytes // self.place_bytes)
-        needed = slabs * self._slab_bytes + rest * self.place_bytes
-        return max(needed, bounds.ARENA_BYTES_MIN)
-
-    @property
-    def _slab_bytes(self) -> int:
-        return max(_SLAB_BYTES, -(-self.block_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        """What so many blocks need."""
+        return BlockRoom(self.block_bytes).arena_bytes(self.blocks)
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):

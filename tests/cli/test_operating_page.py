@@ -70,6 +70,7 @@ def test_the_keys_of_every_answer_are_listed(pool_name: str) -> None:
         raw.damage_total()
     found["verify"] = answer("verify", pool_name)
     found["destroy"] = answer("destroy", pool_name)
+    found["plan"], found["doctor"] = answer("plan", "smollm2-135m"), answer("doctor")
     for command, document in found.items():
         assert keys(document) == KEYS[command], command
     assert list(answer("report", pool_name)) == KEYS[None]

@@ -348,7 +348,7 @@ def test_a_cut_into_an_adopted_block_copies_what_stays(pool: CacheResidencyPool)
 
 @pytest.mark.parametrize("wrong", [{"publish": "later"}, {"leased_bytes_max": -1}])
 def test_options_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
         PrefixSharing(checkpoint_fingerprint="weights", dtype="float16", **wrong)
 
 
