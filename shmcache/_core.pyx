@@ -17,6 +17,7 @@ core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core
 tokens, core/arena.pxi what an attachment does in the arena, core/leases.pxi what that hands out.
 """
 cimport cython
+cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX
@@ -28,6 +29,7 @@ from cpython.buffer cimport (
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from posix.unistd cimport close as close_descriptor
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
 
 import os
 import time
@@ -38,8 +40,17 @@ from shmcache.errors import CachePoolError, SegmentError
 
 include "core/engine.pxi"
 
+cnp.import_array()
+
 cdef enum:
     AXES = 4
+
+cdef extern from "numpy/arrayobject.h":
+    # Steals the reference to its descr, which Cython cannot say of an object.
+    object PyArray_NewFromDescr(
+        PyObject *subtype, PyObject *descr, int nd, const cnp.npy_intp *dims,
+        const cnp.npy_intp *strides, void *data, int flags, PyObject *obj)
+    void PyDimMem_FREE(cnp.npy_intp *dims)
 
 cdef extern from "Python.h":
     ctypedef struct PyMemberDef:
@@ -64,16 +75,14 @@ cdef object _usage_type = None
 cdef object _report_type = None
 cdef tuple _resources = ()
 cdef object _publish_result = None
-cdef object _array_type = None
-cdef object _dtype_type = None
 # Where a usage keeps its four fields: reading them as attributes would cost half of an admission.
 cdef Py_ssize_t _usage_offsets[AXES]
 
 
-def bind_arrays(publish_result, array_type, dtype_type):
-    """Tell the binding what a publication answers, and numpy's types of arrays and dtypes."""
-    global _publish_result, _array_type, _dtype_type
-    _publish_result, _array_type, _dtype_type = publish_result, array_type, dtype_type
+def bind_publish_result(publish_result):
+    """Tell the binding what a publication answers."""
+    global _publish_result
+    _publish_result = publish_result
 
 
 def bind_values(usage_type, report_type, resources):
