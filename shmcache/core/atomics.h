@@ -100,6 +100,12 @@ static inline bool shmc_replace_seq_cst(uint64_t *word, uint64_t expected, uint6
                                        __ATOMIC_SEQ_CST);
 }
 
+/* No load after it is done before a store that comes before it. */
+static inline void shmc_fence_seq_cst(void)
+{
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 static inline void shmc_prefetch(const void *address)
 {
     __builtin_prefetch(address);
