@@ -53,6 +53,8 @@ cdef extern from "numpy/arrayobject.h":
     void PyDimMem_FREE(cnp.npy_intp *dims)
 
 cdef extern from "Python.h":
+    long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
+
     ctypedef struct PyMemberDef:
         Py_ssize_t offset
 
@@ -75,6 +77,7 @@ cdef object _usage_type = None
 cdef object _report_type = None
 cdef tuple _resources = ()
 cdef object _publish_result = None
+cdef object _new_tuple = tuple.__new__  # makes a named tuple without the Python of its own __new__
 # Where a usage keeps its four fields: reading them as attributes would cost half of an admission.
 cdef Py_ssize_t _usage_offsets[AXES]
 
@@ -107,6 +110,17 @@ cdef int _read_usage(object usage, uint64_t *axes) except -1:
             raise TypeError("usage has a field without a value")
         axes[axis] = <object>value
     return 0
+
+
+cdef uint64_t _read_u64(object value, str what) except? 0xffffffffffffffff:
+    """As `u64`, which is called only with what is not a small number."""
+    cdef int overflow = 0
+    cdef long long number
+    if type(value) is int:
+        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and number >= 0:
+            return <uint64_t>number
+    return u64(value, what)
 
 
 cdef object _make_usage(const uint64_t *axes):
