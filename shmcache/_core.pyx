@@ -28,7 +28,7 @@ from cpython.buffer cimport (
     PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from posix.unistd cimport close as close_descriptor
-from cpython.object cimport PyObject
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 
 import os
@@ -46,9 +46,12 @@ cdef enum:
     AXES = 4
 
 cdef extern from "numpy/arrayobject.h":
+    ctypedef struct PyArray_Descr:
+        pass
+
     # Steals the reference to its descr, which Cython cannot say of an object.
     object PyArray_NewFromDescr(
-        PyObject *subtype, PyObject *descr, int nd, const cnp.npy_intp *dims,
+        PyTypeObject *subtype, PyArray_Descr *descr, int nd, const cnp.npy_intp *dims,
         const cnp.npy_intp *strides, void *data, int flags, PyObject *obj)
     void PyDimMem_FREE(cnp.npy_intp *dims)
 

@@ -140,6 +140,16 @@ int new_segment(struct shmc_geometry geometry)
     return fd;
 }
 
+struct shmc_geometry arena(uint64_t arena_bytes, uint64_t blocks, uint64_t block_bytes_max)
+{
+    struct shmc_geometry geometry = tables(U(1, arena_bytes, 1, 1), 4, 8, 8);
+    geometry.arena_bytes = arena_bytes;
+    geometry.blocks_max = blocks;
+    geometry.block_bytes_max = block_bytes_max;
+    geometry.claims_max = 8;
+    return geometry;
+}
+
 static struct shmc_handle *open_handle(int fd, bool as_owner)
 {
     struct shmc_handle *handle = NULL;
@@ -255,6 +265,77 @@ enum shmc_status retire(struct shmc_handle *handle, uint64_t attach_seq)
 enum shmc_status check(struct shmc_handle *handle, struct shmc_problem *problems, uint32_t max)
 {
     return perform(handle, REQUEST(CHECK, .problems = problems, .problems_max = max));
+}
+
+/* ---- the arena ------------------------------------------------------------------------------- */
+
+static struct shmc_request about_key(enum shmc_operation operation, uint64_t key)
+{
+    return (struct shmc_request){.operation = operation, .key = {key}};
+}
+
+enum shmc_status allocate(struct shmc_handle *handle, uint64_t bytes)
+{
+    enum shmc_status status = perform(handle, REQUEST(ALLOCATE, .bytes = bytes));
+    while (status == SHMC_MORE)
+        status = shmc_perform(handle, &last, WAIT_NS);
+    return status;
+}
+
+enum shmc_status seal_block(struct shmc_handle *handle, struct shmc_lease lease)
+{
+    return perform(handle, REQUEST(SEAL, .lease = lease));
+}
+
+enum shmc_status publish_block(struct shmc_handle *handle, struct shmc_lease lease, uint64_t key)
+{
+    struct shmc_request request = about_key(SHMC_OP_PUBLISH, key);
+    request.lease = lease;
+    return perform(handle, request);
+}
+
+enum shmc_status discard(struct shmc_handle *handle, struct shmc_lease lease)
+{
+    return perform(handle, REQUEST(DISCARD, .lease = lease));
+}
+
+enum shmc_status invalidate(struct shmc_handle *handle, uint64_t key)
+{
+    return perform(handle, about_key(SHMC_OP_INVALIDATE, key));
+}
+
+enum shmc_status protect(struct shmc_handle *handle, uint64_t key, bool protect)
+{
+    struct shmc_request request = about_key(SHMC_OP_PROTECT, key);
+    request.protect = protect;
+    return perform(handle, request);
+}
+
+enum shmc_status evict(struct shmc_handle *handle, uint64_t bytes)
+{
+    enum shmc_status status = perform(handle, REQUEST(EVICT, .bytes = bytes));
+    for (uint64_t freed = last.released; status == SHMC_MORE; freed += last.released) {
+        last.bytes = bytes - freed;
+        status = shmc_perform(handle, &last, WAIT_NS);
+    }
+    return status;
+}
+
+bool lookup(struct shmc_handle *handle, uint64_t key, struct shmc_lease *lease)
+{
+    const uint64_t words[SHMC_KEY_WORDS] = {key};
+    uint64_t found;
+    MUST(shmc_match(handle, words, 1, lease, &found));
+    return found == 1;
+}
+
+struct shmc_lease store(struct shmc_handle *handle, uint64_t key, uint64_t bytes)
+{
+    MUST(allocate(handle, bytes));
+    memset(shmc_write_address(handle, &last.lease), (int)key, bytes);
+    MUST(publish_block(handle, last.lease, key));
+    EXPECT(last.created);
+    return last.lease;
 }
 
 struct usage aggregate(void)
