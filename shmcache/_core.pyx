@@ -54,6 +54,7 @@ STATE_ACTIVE, STATE_RETIRED, STATE_POISONED = (
     SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED, SHMC_POOL_POISONED)
 VERDICT_ALIVE, VERDICT_DEAD, VERDICT_UNKNOWN = SHMC_ALIVE, SHMC_DEAD, SHMC_UNKNOWN
 OWNER_CLEANING = SHMC_OWNER_CLEANING
+LAYOUT_VERSION = SHMC_VERSION
 FLAG_VERIFY_FIRST, FLAG_VERIFY_ALWAYS, FLAG_HUGE_THP, FLAG_HUGETLB = (
     SHMC_FLAG_VERIFY_FIRST, SHMC_FLAG_VERIFY_ALWAYS, SHMC_FLAG_HUGE_THP, SHMC_FLAG_HUGETLB)
 OP_INVALIDATE, OP_PROTECT = SHMC_OP_INVALIDATE, SHMC_OP_PROTECT
@@ -193,6 +194,13 @@ def segment_bytes(spec):
     cdef shmc_geometry geometry
     _read_geometry(spec, &geometry)
     return shmc_segment_bytes(&geometry)
+
+
+def tables_bytes(spec):
+    """The same of what stands before the arena."""
+    cdef shmc_geometry geometry
+    _read_geometry(spec, &geometry)
+    return shmc_tables_bytes(&geometry)
 
 
 def format_segment(int fd, spec):

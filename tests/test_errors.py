@@ -25,6 +25,7 @@ from shmcache.errors import (
     CacheResidencyError,
     CacheStorageError,
     ContractError,
+    DumpError,
     LayerScheduleError,
     LiveCachePublicationError,
     PromptCacheError,
@@ -58,6 +59,7 @@ FAMILIES: tuple[type[ContractError], ...] = (
     CacheResidencyError,
     TraceError,
     WorkloadError,
+    DumpError,
 )
 
 

@@ -586,6 +586,11 @@ cdef class Attachment:
         return (header.total_bytes, header.region_offset[<int>SHMC_REGION_ARENA], header.created_ns,
                 -1 if slot == UINT32_MAX else slot, shmc_nonce(self._handle))
 
+    def _redo_offset(self):
+        """Where in the segment the bytes begin that requests change under the lock."""
+        self._ready()
+        return shmc_header_of(self._handle).region_offset[<int>SHMC_REGION_REDO]
+
     def _wait_begin(self):
         """Join the threads that wait for capacity; returns the release counter as it is now."""
         self._ready()
