@@ -91,6 +91,7 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (SegmentError.NoSpace(2254857830, 64 << 20, "--shm-size"), ("2254857830", "64 MiB", "--shm")),
     (SegmentError.OwnersFull(64), ("64",)),
     (SegmentError.TableFull("managers", 1024), ("managers", "1024", "managers_max")),
+    (SegmentError.LiveDirectoriesFull(400, 384), ("400", "384", "shorter paths")),
     (SegmentError.LockHeld(77, "T", 10_000_000_000), ("77", "T", "10000000000", "-CONT 77")),
     (SegmentError.Retired("llm"), ("'llm'",)),
     (SegmentError.Corrupt("index word 5"), ("index word 5",)),
@@ -198,6 +199,10 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (WorkloadError.ModelUnsupported("a.gguf", "it has no x"), ("a.gguf", "it has no x")),
     (WorkloadError.ConfigUnreadable("a/config.json", "why"), ("'a/config.json'", "why")),
     (WorkloadError.ConfigUnsupported("gpt9", "n_head", "why"), ("'gpt9'", "n_head", "why")),
+    (DumpError.Unreadable("a.dump", "no such file"), ("'a.dump'", "no such file")),
+    (DumpError.Unwritable("a.dump", "no room"), ("'a.dump'", "no room")),
+    (DumpError.Damaged("a.dump", "why"), ("'a.dump'", "why", "shmcache dump")),
+    (DumpError.Version("layout", 4, 3), ("layout 3", "reads 4")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)
