@@ -156,6 +156,7 @@ from shmcache.telemetry import (
     CacheResidencyReport,
     CacheResidencyTelemetry,
     CacheResidencyTotals,
+    ProcessSample,
 )
 
 __all__ = [
@@ -239,6 +240,7 @@ __all__ = [
     "PoolingStateComponent",
     "PrefixKeys",
     "PrivateHostMemory",
+    "ProcessSample",
     "PromptCacheBlock",
     "PromptCacheDescriptor",
     "PromptCacheError",
