@@ -171,6 +171,7 @@ from shmcache.telemetry import (
     CacheResidencyReport,
     CacheResidencyTelemetry,
     CacheResidencyTotals,
+    ProcessSample,
 )
 
 __all__ = [
@@ -267,6 +268,7 @@ __all__ = [
     "PrefixKeys",
     "PrefixSharing",
     "PrivateHostMemory",
+    "ProcessSample",
     "PromptCacheBlock",
     "PromptCacheDescriptor",
     "PromptCacheError",

@@ -592,6 +592,13 @@ cdef class Attachment:
         self._ready()
         return <int>shmc_pool_state_of(self._handle)
 
+    def _told(self):
+        """The words of all telemetry rows, summed: the sessions' counters, then the gauges."""
+        cdef uint32_t word
+        self._ready()
+        return [shmc_told(self._handle, word)
+                for word in range(SHMC_SESSION_COUNTERS_MAX + SHMC_GAUGES_MAX)]
+
     def _nonce_here(self):
         """This process's owner; 0 once closed, and in a forked child before its first use."""
         if self._closed or not shmc_is_mine(self._handle):

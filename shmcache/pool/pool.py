@@ -50,6 +50,8 @@ from shmcache.pool.values import (
     CachePoolUsage,
 )
 from shmcache.pool.waiting import patiently
+from shmcache.telemetry import CacheResidencyTotals, ProcessSample, sample_process_of
+from shmcache.telemetry.shared import totals_told
 
 _core.bind_values(CachePoolUsage, CachePoolReport, tuple(CachePoolResource))
 
@@ -250,6 +252,22 @@ class CacheResidencyPool(LiveFilesPool):
             raise refusal
         finally:
             del refusal  # an error must not keep the frame that keeps it
+
+    # -- telemetry
+
+    def telemetry(self) -> CacheResidencyTotals:
+        """The reports of all sessions of all processes, summed; counters of the dead included.
+
+        `sessions` and gauges in bytes are those of the last change of each session, other gauges
+        those of its last `report()`. Takes no lock; counters never go back.
+        """
+        return totals_told(self._told())
+
+    def processes(self) -> tuple[ProcessSample, ...]:
+        """Memory and page faults of every attached process that lives and may be looked at."""
+        owners = {row[3]: row[4] for row in self._owner_rows() if row[6] != _core.VERDICT_DEAD}
+        samples = (sample_process_of(pid, ticks) for pid, ticks in sorted(owners.items()))
+        return tuple(sample for sample in samples if sample is not None)
 
     # -- owners, sweep, verify
 
