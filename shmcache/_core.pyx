@@ -13,8 +13,9 @@ Death       As the engine says. A token whose process forked is inert in the chi
 Fork        The first use of an inherited attachment opens the segment anew, as a new owner.
 Errors      One table: a status without an entry is a mistake that a test finds.
 
-core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/tokens.pxi the
-tokens, core/arena.pxi what an attachment does in the arena, core/leases.pxi what that hands out.
+core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/telling.pxi what
+sessions tell all processes, core/tokens.pxi the tokens, core/arena.pxi what an attachment does in
+the arena, core/leases.pxi what that hands out.
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -27,6 +28,7 @@ from cpython.buffer cimport (
     PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from posix.unistd cimport close as close_descriptor
+from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject
 
 import os
@@ -80,10 +82,7 @@ def bind_values(usage_type, report_type, resources):
     """Tell the binding the classes of usages and reports; `resources` in the order of the axes."""
     global _usage_type, _report_type, _resources
     for axis, field in enumerate(usage_type.__struct_fields__):
-        member = usage_type.__dict__[field]
-        if type(member) is not types.MemberDescriptorType:
-            raise TypeError(f"{field} is not a slot of {usage_type.__name__}")
-        _usage_offsets[axis] = (<PyMemberDescrObject *>member).d_member.offset
+        _usage_offsets[axis] = _member_offset(usage_type, field)
     _usage_type, _report_type, _resources = usage_type, report_type, tuple(resources)
 
 
@@ -150,7 +149,7 @@ def status_name(int status):
 def status_table():
     """(name, retry, has an error) of every status, for the test that proves the table total."""
     carried = (SHMC_BUDGET_EXCEEDED, SHMC_DUPLICATE_MANAGER, SHMC_UNKNOWN_MANAGER,
-               SHMC_ARENA_FULL, SHMC_TOO_LARGE)
+               SHMC_ARENA_FULL, SHMC_TOO_LARGE, SHMC_LIVE_FILES)
     return [
         (status_name(status), bool(shmc_status_retry(<shmc_status>status)),
          status in _ERRORS or status in carried)
@@ -217,6 +216,7 @@ def problem_texts():
 
 
 include "core/attachment.pxi"
+include "core/telling.pxi"
 
 cdef class Arena(Attachment)  # in arena.pxi; what it hands out comes first
 

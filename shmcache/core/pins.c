@@ -161,11 +161,6 @@ static void note_hits(struct shmc_handle *handle, const struct shmc_lease *lease
 
 /* ---- leasing ------------------------------------------------------------------------------- */
 
-static bool fits_arena(const struct shmc_handle *handle, uint64_t place, uint64_t bytes)
-{
-    return bytes <= handle->arena_bytes && place <= handle->arena_bytes - bytes;
-}
-
 /* What a pinned block is, if it is published under the key and lies in the arena. */
 static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const uint64_t *key,
                         struct shmc_lease *lease)
@@ -181,7 +176,7 @@ static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const 
         .place = shmc_load_relaxed(&block->place),
         .bytes = shmc_load_relaxed(&block->bytes),
     };
-    return shmc_same_key(block->key, key) && fits_arena(handle, lease->place, lease->bytes);
+    return shmc_same_key(block->key, key) && shmc_fits_arena(handle, lease->place, lease->bytes);
 }
 
 /* One entry of a bucket: pin what it names, look, undo when it is something else. */
@@ -394,4 +389,27 @@ uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
 {
     const struct shmc_telemetry_row *rows = shmc_region(handle, SHMC_REGION_TELEMETRY);
     return shmc_load_relaxed(&rows[slot].counters[counter]);
+}
+
+/* The sessions' words of a row follow each other. */
+static uint64_t *told_word(const struct shmc_handle *handle, uint32_t slot, uint32_t word)
+{
+    struct shmc_telemetry_row *row =
+        (struct shmc_telemetry_row *)shmc_region(handle, SHMC_REGION_TELEMETRY) + slot;
+    return word < SHMC_SESSION_COUNTERS_MAX ? &row->sessions[word]
+                                            : &row->gauges[word - SHMC_SESSION_COUNTERS_MAX];
+}
+
+void shmc_tell(struct shmc_handle *handle, uint32_t word, uint64_t more)
+{
+    if (handle->slot != SHMC_NO_SLOT && word < SHMC_SESSION_WORDS)
+        shmc_add_relaxed(told_word(handle, handle->slot, word), more);
+}
+
+uint64_t shmc_told(const struct shmc_handle *handle, uint32_t word)
+{
+    uint64_t sum = 0;
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        sum += shmc_load_relaxed(told_word(handle, slot, word));
+    return sum;
 }

@@ -29,9 +29,7 @@ def unhindered(to: CacheTier, block_id: CacheBlockId) -> None:
 class CopyingBackend(Generic[A]):
     """The half of a `CacheBackend` that moves blocks; a subclass says how arrays are copied.
 
-    `on_copy(to, block_id)` is called before each copy to `CacheTier.HOST` or `CacheTier.DEVICE` is
-    finished, by the thread that finishes it and without any lock of the session: tests wait or
-    raise in it. `reads_host=True` lets attention read host copies where they lie.
+    The hook, `on_copy(to, block_id)`, is called before a copy is finished, by who finishes it.
     """
 
     def __init__(self, *, reads_host: bool = False, on_copy: CopyHook = unhindered) -> None:

@@ -52,16 +52,17 @@ class PrivateHostMemory:
         capacity = self.bound(id, spec)
         return HostCopy(tuple(arrays), HostAllocation(capacity, capacity), capacity)
 
-    def ready(self, id: CacheBlockId) -> HostCopy | None:
-        """Private memory shares nothing."""
-        return None
-
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granule) * self._granule
 
 
 class NumpyBackend(CopyingBackend[HostArray]):
-    """Arrays of numpy (see the module, and `CopyingBackend` for what may be asked of it)."""
+    """Arrays of numpy (see the module).
+
+    `on_copy(to, block_id)` is called before each copy to `CacheTier.HOST` or `CacheTier.DEVICE`, by
+    the thread that carries it out and without any lock of the session: tests wait or raise in it.
+    `reads_host=True` lets attention read host copies where they lie.
+    """
 
     def describe(self, array: HostArray) -> tuple[tuple[int, ...], DType]:
         """Shape and element type of an array."""

@@ -31,9 +31,9 @@ except ImportError as error:
 
 
 class TorchBackend(CopyingBackend[torch.Tensor]):
-    """Tensors on one device (see the module, and `CopyingBackend` for what may be asked of it).
+    """Tensors on one device (see the module).
 
-    `device` is what torch calls one. `reads_host=True` is for the CPU, where attention can read.
+    `device` is what torch calls one. `on_copy`, and `reads_host` on the CPU: as of `NumpyBackend`.
 
     Errors: ValueError, RuntimeError of a device that torch does not have.
     """

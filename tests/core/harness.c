@@ -257,6 +257,18 @@ enum shmc_status reclaim_step(struct shmc_handle *handle, uint32_t slot, uint64_
         handle, REQUEST(RECLAIM_STEP, .owner_slot = slot, .owner_nonce = nonce, .cursor = cursor));
 }
 
+enum shmc_status files_gone(struct shmc_handle *handle, uint32_t slot, uint64_t nonce)
+{
+    return perform(handle, REQUEST(FILES_GONE, .owner_slot = slot, .owner_nonce = nonce));
+}
+
+enum shmc_status set_paths(struct shmc_handle *handle, const char *paths, uint64_t bytes)
+{
+    char copy[SHMC_OWNER_PATH_BYTES + 8];
+    memcpy(copy, paths, bytes);
+    return perform(handle, REQUEST(SET_PATHS, .paths = copy, .paths_bytes = bytes));
+}
+
 enum shmc_status retire(struct shmc_handle *handle, uint64_t attach_seq)
 {
     return perform(handle, REQUEST(RETIRE, .attach_seq = attach_seq));
@@ -350,8 +362,11 @@ uint32_t reclaim(struct shmc_handle *by, uint32_t slot, uint64_t nonce)
     uint32_t steps = 1;
     MUST(reclaim_begin(by, slot, nonce));
     enum shmc_status status = reclaim_step(by, slot, nonce, 0);
-    for (; status == SHMC_MORE; steps++)
+    for (; status == SHMC_MORE || status == SHMC_LIVE_FILES; steps++) {
+        if (status == SHMC_LIVE_FILES)
+            MUST(files_gone(by, slot, nonce));
         status = reclaim_step(by, slot, nonce, last.cursor);
+    }
     MUST(status);
     return steps;
 }
@@ -434,7 +449,12 @@ static void copy_outside(const struct shmc_handle *handle, uint8_t *to)
     memcpy(to, handle->base, gate);
     memcpy(to + gate, handle->base + gate + sizeof(struct shmc_gate),
            redo - gate - sizeof(struct shmc_gate));
-    memcpy(to + redo - sizeof(struct shmc_gate), handle->base + pins, handle->mapped_bytes - pins);
+    to += redo - sizeof(struct shmc_gate);
+    memcpy(to, handle->base + pins, handle->mapped_bytes - pins);
+    struct shmc_telemetry_row *rows =
+        (void *)(to + handle->header.region_offset[SHMC_REGION_TELEMETRY] - pins);
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        memset(rows[slot].gauges, 0, sizeof rows[slot].gauges); /* cleaners do */
 }
 
 static uint64_t outside_bytes(const struct shmc_handle *handle)

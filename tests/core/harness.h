@@ -89,6 +89,8 @@ enum shmc_status held(struct shmc_handle *handle, struct shmc_held *rows);
 enum shmc_status reclaim_begin(struct shmc_handle *handle, uint32_t slot, uint64_t nonce);
 enum shmc_status reclaim_step(struct shmc_handle *handle, uint32_t slot, uint64_t nonce,
                               uint64_t cursor);
+enum shmc_status files_gone(struct shmc_handle *handle, uint32_t slot, uint64_t nonce);
+enum shmc_status set_paths(struct shmc_handle *handle, const char *paths, uint64_t bytes);
 enum shmc_status retire(struct shmc_handle *handle, uint64_t attach_seq);
 enum shmc_status check(struct shmc_handle *handle, struct shmc_problem *problems, uint32_t max);
 
