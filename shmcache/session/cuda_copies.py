@@ -76,6 +76,7 @@ class CudaCopies(PlainCopies):
 
     def to_host(self, targets: Sequence[Any], sources: Sequence[Any]) -> Callable[[], None]:
         """At once, if the targets are pinned."""
+        self.follow()  # sources that an engine made itself
         return self._run(self._out, targets, sources, targets)
 
     def to_device(self, targets: Sequence[Any], sources: Sequence[Any]) -> Callable[[], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,8 +116,16 @@ class Session(CacheSession):
     """Takes arrays of numpy, whatever its backend wants."""
 
     def append(self, layer: int, *arrays: Any) -> None:
-        given = (engine.array(each) if isinstance(each, np.ndarray) else each for each in arrays)
-        super().append(layer, *given)
+        super().append(layer, *map(of_engine, arrays))
+
+    def put_state(self, position: int, states: Mapping[int, Sequence[Any]]) -> bool:
+        given = {layer: [*map(of_engine, arrays)] for layer, arrays in states.items()}
+        return super().put_state(position, given)
+
+
+def of_engine(array: Any) -> Any:
+    """An array of numpy as the engine under test has it; anything else as it is."""
+    return engine.array(array) if isinstance(array, np.ndarray) else array
 
 
 def backend(copies: Copies | None = None, **options: Any) -> CacheBackend[Any]:

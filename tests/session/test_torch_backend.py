@@ -174,6 +174,15 @@ def test_a_copy_waits_for_what_its_source_is_made_by(cuda: Cuda, is_pinned: bool
     assert (host == 1).all()
 
 
+def test_a_copy_waits_for_the_stream_that_starts_it(cuda: Cuda) -> None:
+    """State is handed in as the engine made it, not through `write`."""
+    backend, host = LazyGpuBackend(cuda), pinned(cuda, np.zeros((1, 1, 4, 2), np.float16))
+    tensor = backend.allocate(host.shape, host.dtype)
+    tensor.copy_(ones(*host.shape))
+    backend.copy_to_host(block_id(), 1, (tensor,), host_copy(host)).wait()
+    assert (host == 1).all()
+
+
 def test_only_pinned_memory_is_copied_before_somebody_waits(cuda: Cuda) -> None:
     backend, id = LazyGpuBackend(cuda), block_id()
     started: dict[bool, bool] = {}
