@@ -57,34 +57,49 @@ cdef class Arena(Attachment):
         return self._viewed != NULL
 
     def _ready_here(self):
-        """Open in this process, with all that views look at."""
-        self._ready()
+        """In a forked child: open, also when it is closed but for what views look at."""
+        cdef bint closed = self._closed and self._lingering
+        if closed:
+            self._closed = False
+        try:
+            self._ready()
+        finally:
+            if closed:
+                self._closed = True
+
+    cdef bint _lease_again(self, Holding holding) noexcept:
+        cdef uint64_t index
+        for index in range(holding._count):
+            if not shmc_lease_again(self._handle, &holding._leases[index]):
+                shmc_release(self._handle, holding._leases, index)
+                return False
+        return True
 
     cdef int _move_views(self, shmc_handle *previous) except -1:
         """Let the present handle hold what views look at; what it cannot, faults."""
+        cdef list lost = []  # made first: the collector may drop views
         cdef PyObject *item = self._viewed
         cdef Holding holding
         cdef uint64_t index
-        cdef bint kept
-        cdef list lost = []
+        cdef bint written = False
         while item != NULL:
             holding = <Holding><object>item
-            kept = True
-            for index in range(holding._count):
-                if not shmc_lease_again(self._handle, &holding._leases[index]):
-                    shmc_release(self._handle, holding._leases, index)
-                    kept = False
-                    break
-            if kept:
+            if holding._writable():
+                written = True  # nothing may be mapped where it writes
+            elif self._lease_again(holding):
                 holding._era = self._era
             else:
                 lost.append(holding)
             item = holding._next
-        if shmc_keep_views(self._handle, previous):
+        if shmc_keep_views(self._handle, previous, bool(lost), written):
             for holding in lost:
                 for index in range(holding._count):
                     shmc_forbid_view(self._handle, &holding._leases[index])
         return 0
+
+    cdef void _reserve_views(self) noexcept:
+        if self._viewed != NULL:
+            shmc_views_reserve(self._handle)
 
     cdef int _adopt(self, shmc_handle *previous) except -1:
         if self._viewed != NULL:
@@ -109,9 +124,11 @@ cdef class Arena(Attachment):
         self._closed = False
         try:
             self._join()
-        except (SegmentError, CachePoolError):
+        except BaseException as error:
             self._handle = previous
             shmc_close(following)
+            if not isinstance(error, (SegmentError, CachePoolError)):
+                raise  # of a signal handler
             return True
         finally:
             self._closed = True
@@ -203,10 +220,23 @@ cdef class Arena(Attachment):
             raise _error(self, status, &request)
         return 0
 
+    cdef uint64_t _checksum(self, const shmc_lease *lease) except? 0:
+        """Of a block of this process; the mapping stays while other threads close the pool."""
+        cdef uint64_t checksum
+        cdef uint32_t era = self._era
+        cdef void *address = shmc_write_address(self._handle, lease)
+        self._calls += 1
+        try:
+            with nogil:
+                checksum = shmc_checksum(address, lease.bytes)
+        finally:
+            if era == self._era:
+                self._calls -= 1
+        return checksum
+
     cdef object _publish(self, Block block, object key, object parent, bint protected):
         cdef shmc_request request
         cdef Holding of_parent
-        cdef void *address
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_PUBLISH
         request.lease = block._one
@@ -215,6 +245,8 @@ cdef class Arena(Attachment):
         if isinstance(parent, Holding):
             of_parent = parent
             of_parent._usable()
+            if of_parent._pool is not self:
+                raise ValueError("the parent is a block of another pool")
             if of_parent._count:
                 request.parent_kind = SHMC_PARENT_LEASE
                 request.parent = of_parent._leases[of_parent._count - 1]
@@ -223,9 +255,7 @@ cdef class Arena(Attachment):
             _read_key(parent, request.parent_key)
         if shmc_header_of(self._handle).geometry.flags & (
                 SHMC_FLAG_VERIFY_FIRST | SHMC_FLAG_VERIFY_ALWAYS):
-            address = shmc_write_address(self._handle, &block._one)
-            with nogil:
-                request.checksum = shmc_checksum(address, request.lease.bytes)
+            request.checksum = self._checksum(&block._one)
         cdef Lease lease = Lease.__new__(Lease)
         cdef int status = self._run(&request)
         if status != SHMC_OK:
@@ -260,9 +290,10 @@ cdef class Arena(Attachment):
             raise
         lease._one = found_lease
         lease._hold(self, 1)
-        if self._verifies() and self._faithful(&lease._one, words, 1) == 0:
-            lease._released = True
-            return None
+        if self._verifies():
+            self._keep_faithful(lease, words)
+            if lease._count == 0:
+                return None
         return lease
 
     def match(self, keys):
@@ -296,7 +327,7 @@ cdef class Arena(Attachment):
                 found = self._match_slowly(status, <uint64_t *>buffer.buf, count, run._leases)
             run._hold(self, found)
             if found and self._verifies():
-                run._count = self._faithful(run._leases, <uint64_t *>buffer.buf, found)
+                self._keep_faithful(run, <uint64_t *>buffer.buf)
         finally:
             PyBuffer_Release(&buffer)
         return run
@@ -319,27 +350,26 @@ cdef class Arena(Attachment):
         return (shmc_header_of(self._handle).geometry.flags & (
             SHMC_FLAG_VERIFY_FIRST | SHMC_FLAG_VERIFY_ALWAYS)) != 0
 
-    cdef uint64_t _faithful(self, shmc_lease *leases, const uint64_t *keys,
-                            uint64_t count) except? 0xffffffffffffffff:
-        """How many of the leased blocks, from the first on, have the bytes that were published.
+    cdef int _keep_faithful(self, Holding held, const uint64_t *keys) except -1:
+        """Keep of the leased blocks those, from the first on, that have the bytes of their publisher.
 
-        The rest is released; a damaged one is withdrawn, and counted.
+        The rest is released, before anything can raise; a damaged one is withdrawn, and counted.
         """
         cdef shmc_request request
-        cdef shmc_fidelity fidelity
         cdef uint64_t index
+        cdef uint64_t count = held._count
         for index in range(count):
-            fidelity = shmc_verify_lease(self._handle, &leases[index])
-            if fidelity == SHMC_DAMAGED:
-                shmc_release(self._handle, &leases[index], count - index)
+            if shmc_verify_lease(self._handle, &held._leases[index]) == SHMC_DAMAGED:
+                held._count = index
+                shmc_release(self._handle, &held._leases[index], count - index)
                 memset(&request, 0, sizeof(request))
                 request.operation = SHMC_OP_INVALIDATE
                 request.named = True
-                request.lease = leases[index]
+                request.lease = held._leases[index]
                 memcpy(request.key, keys + index * 4, KEY_BYTES)
                 self._run(&request)
-                return index
-        return count
+                return 0
+        return 0
 
     def contains(self, key):
         """Whether a block is published under the key; leases nothing and counts as no use."""

@@ -32,6 +32,7 @@ cdef class Holding:
     cdef uint32_t _era         # of the pool's handle that knows the pins
     cdef uint32_t _views
     cdef bint _released
+    cdef bint _changing        # a call that other threads and signal handlers can meet half-way
     cdef PyObject *_next       # in the pool's list of holdings with views
     cdef PyObject *_previous
     cdef object __weakref__
@@ -75,8 +76,7 @@ cdef class Holding:
         """Give the blocks back. Raises BufferError while views live; a second call does nothing."""
         if self._released:
             return
-        if self._views:
-            raise BufferError(f"{self._views} views of the {type(self).__name__} are alive")
+        self._refuse_views()
         self._released = True
         self._give_back(False)
 
@@ -113,8 +113,20 @@ cdef class Holding:
             return shmc_write_address(self._pool._handle, &self._leases[index])
         return <void *>shmc_read_address(self._pool._handle, &self._leases[index])
 
+    cdef int _refuse_change(self) except -1:
+        if self._changing:
+            raise BufferError(f"another call is sealing or publishing the {type(self).__name__}")
+        return 0
+
+    cdef int _refuse_views(self) except -1:
+        self._refuse_change()
+        if self._views:
+            raise BufferError(f"{self._views} views of the {type(self).__name__} are alive")
+        return 0
+
     cdef int _add_view(self) except -1:
         self._usable()
+        self._refuse_change()
         if self._views == 0:
             self._pool._link(self)
         self._views += 1
@@ -312,9 +324,12 @@ cdef class Block(Holding):
     def seal(self):
         """Make the bytes immutable. Raises BufferError while views live."""
         if not self._sealed:
-            self._refuse_views()
-            self._pool._seal(self)
-            self._sealed = True
+            self._begin_change()
+            try:
+                self._pool._seal(self)
+                self._sealed = True
+            finally:
+                self._changing = False
 
     def publish(self, key, *, parent=None, protected=False):
         """Make the block visible under the key; returns PublishResult(lease, created).
@@ -324,13 +339,17 @@ cdef class Block(Holding):
         one in its prefix: children are evicted before their parents. `protected` blocks are not
         evicted at all. Raises BufferError while views live, ValueError once released.
         """
-        self._refuse_views()
-        return self._pool._publish(self, key, parent, protected)
+        self._begin_change()
+        try:
+            return self._pool._publish(self, key, parent, protected)
+        finally:
+            self._changing = False
 
-    cdef int _refuse_views(self) except -1:
+    cdef int _begin_change(self) except -1:
+        """From here on nobody gets a view: the call may wait for the lock, without the GIL."""
         self._usable()
-        if self._views:
-            raise BufferError(f"{self._views} views of the block are alive")
+        self._refuse_views()
+        self._changing = True
         return 0
 
     def __repr__(self):
