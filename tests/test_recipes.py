@@ -1,4 +1,4 @@
-"""docs/recipes.md can be used as it stands: files parse, commands exist, every error has a row."""
+"""Pages that are followed to the letter: files parse, commands exist, every error has a row."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 
 from shmcache import CachePoolError, SegmentError
 from shmcache.cli.main import main
+from shmcache.doctor import CHECKS
 from tests.support import PATIENCE_S, ROOT
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("recipes", "plan", "doctor")}
+PAGE = PAGES["recipes"]
 
 
 def fences(kind: str) -> list[str]:
@@ -96,7 +98,7 @@ def test_the_compose_file_shares_it_too() -> None:
 
 def commands() -> list[str]:
     """Every command line of ours, wherever it stands."""
-    joined = PAGE.replace("\\\n", " ").replace("\n           exec", " exec")
+    joined = "".join(PAGES.values()).replace("\\\n", " ").replace("\n           exec", " exec")
     found = re.findall(r"(?<![\w.-])shmcache ([a-z]+(?: [^`|&;'\"#>\]\n,]*)?)", joined)
     return [line for line in found if line.split()[0] in main.commands]
 
@@ -110,7 +112,12 @@ def test_every_command_line_is_right(line: str) -> None:
 
 
 def test_there_are_command_lines() -> None:
-    assert len(commands()) > 15
+    assert len(commands()) > 25
+
+
+def test_every_check_of_a_host_has_a_row() -> None:
+    table = PAGES["doctor"].partition("| check | looks at |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)`", table, re.M) == list(CHECKS)
 
 
 def test_every_error_of_a_pool_has_a_row() -> None:

@@ -127,9 +127,9 @@ cdef class Arena(Attachment):
         except BaseException as error:
             self._handle = previous
             shmc_close(following)
-            if not isinstance(error, (SegmentError, CachePoolError)):
-                raise  # of a signal handler
-            return True
+            if isinstance(error, (SegmentError, CachePoolError)):
+                return True
+            raise
         finally:
             self._closed = True
         self._era += 1
@@ -215,24 +215,15 @@ cdef class Arena(Attachment):
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_SEAL
         request.lease = block._one
-        cdef int status = self._run(&request)
+        cdef int status
+        block._busy = True
+        try:
+            status = self._run(&request)
+        finally:
+            block._busy = False
         if status != SHMC_OK:
             raise _error(self, status, &request)
         return 0
-
-    cdef uint64_t _checksum(self, const shmc_lease *lease) except? 0:
-        """Of a block of this process; the mapping stays while other threads close the pool."""
-        cdef uint64_t checksum
-        cdef uint32_t era = self._era
-        cdef void *address = shmc_write_address(self._handle, lease)
-        self._calls += 1
-        try:
-            with nogil:
-                checksum = shmc_checksum(address, lease.bytes)
-        finally:
-            if era == self._era:
-                self._calls -= 1
-        return checksum
 
     cdef object _publish(self, Block block, object key, object parent, bint protected):
         cdef shmc_request request
@@ -253,11 +244,15 @@ cdef class Arena(Attachment):
         elif parent is not None:
             request.parent_kind = SHMC_PARENT_KEY
             _read_key(parent, request.parent_key)
-        if shmc_header_of(self._handle).geometry.flags & (
-                SHMC_FLAG_VERIFY_FIRST | SHMC_FLAG_VERIFY_ALWAYS):
-            request.checksum = self._checksum(&block._one)
         cdef Lease lease = Lease.__new__(Lease)
-        cdef int status = self._run(&request)
+        cdef int status
+        block._busy = True
+        try:
+            if self._verifies():
+                request.checksum = self._checksum(block)
+            status = self._run(&request)
+        finally:
+            block._busy = False
         if status != SHMC_OK:
             raise _error(self, status, &request)
         lease._one = request.lease
@@ -266,6 +261,18 @@ cdef class Arena(Attachment):
         block._published = True
         self._tokens -= 1
         return _publish_result(lease, bool(request.created))
+
+    cdef uint64_t _checksum(self, Block block) except? 0:
+        """Of the block's bytes; other threads run meanwhile, and a close waits."""
+        cdef uint64_t checksum
+        cdef uint32_t era = self._era
+        cdef void *address = shmc_write_address(self._handle, &block._one)
+        self._calls += 1
+        with nogil:
+            checksum = shmc_checksum(address, block._one.bytes)
+        if era == self._era:
+            self._calls -= 1
+        return checksum
 
     # -- find
 
@@ -290,10 +297,9 @@ cdef class Arena(Attachment):
             raise
         lease._one = found_lease
         lease._hold(self, 1)
-        if self._verifies():
-            self._keep_faithful(lease, words)
-            if lease._count == 0:
-                return None
+        if self._verifies() and self._faithful(&lease._one, words, 1) == 0:
+            lease._released = True
+            return None
         return lease
 
     def match(self, keys):
@@ -327,7 +333,7 @@ cdef class Arena(Attachment):
                 found = self._match_slowly(status, <uint64_t *>buffer.buf, count, run._leases)
             run._hold(self, found)
             if found and self._verifies():
-                self._keep_faithful(run, <uint64_t *>buffer.buf)
+                run._count = self._faithful(run._leases, <uint64_t *>buffer.buf, found)
         finally:
             PyBuffer_Release(&buffer)
         return run
@@ -350,26 +356,27 @@ cdef class Arena(Attachment):
         return (shmc_header_of(self._handle).geometry.flags & (
             SHMC_FLAG_VERIFY_FIRST | SHMC_FLAG_VERIFY_ALWAYS)) != 0
 
-    cdef int _keep_faithful(self, Holding held, const uint64_t *keys) except -1:
-        """Keep of the leased blocks those, from the first on, that have the bytes of their publisher.
+    cdef uint64_t _faithful(self, shmc_lease *leases, const uint64_t *keys,
+                            uint64_t count) except? 0xffffffffffffffff:
+        """How many of the leased blocks, from the first on, have the bytes that were published.
 
-        The rest is released, before anything can raise; a damaged one is withdrawn, and counted.
+        The rest is released; a damaged one is withdrawn, and counted.
         """
         cdef shmc_request request
+        cdef shmc_fidelity fidelity
         cdef uint64_t index
-        cdef uint64_t count = held._count
         for index in range(count):
-            if shmc_verify_lease(self._handle, &held._leases[index]) == SHMC_DAMAGED:
-                held._count = index
-                shmc_release(self._handle, &held._leases[index], count - index)
+            fidelity = shmc_verify_lease(self._handle, &leases[index])
+            if fidelity == SHMC_DAMAGED:
                 memset(&request, 0, sizeof(request))
                 request.operation = SHMC_OP_INVALIDATE
                 request.named = True
-                request.lease = held._leases[index]
+                request.lease = leases[index]
                 memcpy(request.key, keys + index * 4, KEY_BYTES)
-                self._run(&request)
-                return 0
-        return 0
+                self._run(&request)  # while all are leased: when it raises, the caller holds all
+                shmc_release(self._handle, &leases[index], count - index)
+                return index
+        return count
 
     def contains(self, key):
         """Whether a block is published under the key; leases nothing and counts as no use."""

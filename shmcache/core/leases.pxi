@@ -32,7 +32,6 @@ cdef class Holding:
     cdef uint32_t _era         # of the pool's handle that knows the pins
     cdef uint32_t _views
     cdef bint _released
-    cdef bint _changing        # a call that other threads and signal handlers can meet half-way
     cdef PyObject *_next       # in the pool's list of holdings with views
     cdef PyObject *_previous
     cdef object __weakref__
@@ -76,7 +75,8 @@ cdef class Holding:
         """Give the blocks back. Raises BufferError while views live; a second call does nothing."""
         if self._released:
             return
-        self._refuse_views()
+        if self._views:
+            raise BufferError(f"{self._views} views of the {type(self).__name__} are alive")
         self._released = True
         self._give_back(False)
 
@@ -113,20 +113,8 @@ cdef class Holding:
             return shmc_write_address(self._pool._handle, &self._leases[index])
         return <void *>shmc_read_address(self._pool._handle, &self._leases[index])
 
-    cdef int _refuse_change(self) except -1:
-        if self._changing:
-            raise BufferError(f"another call is sealing or publishing the {type(self).__name__}")
-        return 0
-
-    cdef int _refuse_views(self) except -1:
-        self._refuse_change()
-        if self._views:
-            raise BufferError(f"{self._views} views of the {type(self).__name__} are alive")
-        return 0
-
     cdef int _add_view(self) except -1:
         self._usable()
-        self._refuse_change()
         if self._views == 0:
             self._pool._link(self)
         self._views += 1
@@ -284,6 +272,7 @@ cdef class Block(Holding):
     cdef uint64_t _guard
     cdef bint _sealed
     cdef bint _published
+    cdef bint _busy  # being sealed or published by a thread that let others run
 
     cdef bint _writable(self) noexcept:
         return not self._sealed
@@ -321,15 +310,18 @@ cdef class Block(Holding):
         """The block's bytes; read-only once sealed."""
         return memoryview(self._view(0))
 
+    def release(self):
+        """Give the memory back. Raises BufferError while views live; a second call does nothing."""
+        if self._busy:
+            self._usable()
+        Holding.release(self)
+
     def seal(self):
         """Make the bytes immutable. Raises BufferError while views live."""
         if not self._sealed:
-            self._begin_change()
-            try:
-                self._pool._seal(self)
-                self._sealed = True
-            finally:
-                self._changing = False
+            self._refuse_views()
+            self._pool._seal(self)
+            self._sealed = True
 
     def publish(self, key, *, parent=None, protected=False):
         """Make the block visible under the key; returns PublishResult(lease, created).
@@ -339,22 +331,24 @@ cdef class Block(Holding):
         one in its prefix: children are evicted before their parents. `protected` blocks are not
         evicted at all. Raises BufferError while views live, ValueError once released.
         """
-        self._begin_change()
-        try:
-            return self._pool._publish(self, key, parent, protected)
-        finally:
-            self._changing = False
-
-    cdef int _begin_change(self) except -1:
-        """From here on nobody gets a view: the call may wait for the lock, without the GIL."""
-        self._usable()
         self._refuse_views()
-        self._changing = True
+        return self._pool._publish(self, key, parent, protected)
+
+    cdef int _usable(self) except -1:
+        Holding._usable(self)
+        if self._busy:
+            raise ValueError("the Block is being sealed or published by another thread")
+        return 0
+
+    cdef int _refuse_views(self) except -1:
+        self._usable()
+        if self._views:
+            raise BufferError(f"{self._views} views of the block are alive")
         return 0
 
     def __repr__(self):
         state = ("published" if self._published else "released" if self._released
-                 else "sealed" if self._sealed else "writing")
+                 else "busy" if self._busy else "sealed" if self._sealed else "writing")
         return f"<Block {state} nbytes={self._one.bytes} capacity={self._capacity}>"
 
 

@@ -284,10 +284,11 @@ static enum shmc_status evict_any(struct shmc_handle *handle)
 
 /* Looks until a block became FREE, of the class, or of any for NULL. Chunked: MORE keeps its place
  * in request->cursor, which ends the search when each candidate was looked at. */
-enum shmc_status shmc_evict_some(struct shmc_handle *handle, struct shmc_class *class,
-                                 struct shmc_request *request)
+static enum shmc_status evict_some(struct shmc_handle *handle, struct shmc_class *class,
+                                   struct shmc_request *request)
 {
     uint64_t candidates = class != NULL ? class->used : handle->control->used_blocks;
+    SHMC_CHECK(candidates <= handle->header.geometry.blocks_max);
     for (uint32_t looks = 0; looks < LOOKS_MAX; looks++) {
         enum shmc_status status = class != NULL ? evict_one(handle, class) : evict_any(handle);
         if (status == SHMC_OK)
@@ -302,13 +303,13 @@ enum shmc_status shmc_evict_some(struct shmc_handle *handle, struct shmc_class *
 
 enum shmc_status shmc_blocks_evict(struct shmc_handle *handle, struct shmc_request *request)
 {
-    enum shmc_status status = shmc_policy_drain_all(handle);
+    enum shmc_status status = shmc_policy_drain_all(handle, request);
     request->released = 0;
     for (uint32_t looks = 0; status == SHMC_OK && looks < LOOKS_MAX; looks++) {
         uint64_t before = handle->control->used_bytes;
         if (request->released >= request->bytes)
             return SHMC_OK;
-        status = shmc_evict_some(handle, NULL, request);
+        status = evict_some(handle, NULL, request);
         if (status == SHMC_OK)
             request->released += before - handle->control->used_bytes;
     }
@@ -328,7 +329,7 @@ static bool can_go(const struct shmc_block *block)
 static bool is_evictable(const struct shmc_handle *handle, const struct shmc_slab *slab,
                          uint64_t *looks)
 {
-    uint64_t next = slab->chain;
+    uint64_t next = slab->mark <= handle->header.geometry.blocks_max ? slab->chain : 0;
     for (uint64_t steps = 0; next != 0 && steps < slab->mark; steps++, (*looks)++) {
         if (next > handle->header.geometry.blocks_max)
             return false;
@@ -369,9 +370,12 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
 {
     SHMC_CHECK(handle->control->draining <= handle->header.slabs_max);
     struct shmc_slab *slab = &handle->slabs[handle->control->draining - 1];
+    struct shmc_class *class;
+    enum shmc_status status = shmc_class_of(handle, slab, &class);
+    if (status != SHMC_OK)
+        return status;
     SHMC_CHECK(SHMC_SLAB_STATE(slab->state) == SHMC_SLAB_DRAINING &&
-               SHMC_SLAB_CLASS(slab->state) < SHMC_CLASSES_MAX);
-    struct shmc_class *class = &handle->classes[SHMC_SLAB_CLASS(slab->state)];
+               slab->mark <= handle->header.geometry.blocks_max);
     if (slab->used == 0)
         return shmc_slab_retire(handle, slab);
     uint64_t next = slab->chain;
@@ -383,7 +387,7 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
         next = block->sibling;
         if (block->state == SHMC_BLOCK_FREE)
             continue;
-        enum shmc_status status = SHMC_PINNED;
+        status = SHMC_PINNED;
         if (can_go(block))
             status = block->state == SHMC_BLOCK_DOOMED ? bury(handle, index)
                                                        : evict(handle, index, slab, class);
@@ -395,6 +399,7 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
             return status;
         evictions++;
     }
+    SHMC_CHECK(evictions != 0); /* all blocks of a slab are in its chain, and some are in use */
     return SHMC_MORE;
 }
 
@@ -453,7 +458,7 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
                                 struct shmc_request *request)
 {
     uint64_t others;
-    enum shmc_status status = shmc_policy_drain_all(handle);
+    enum shmc_status status = shmc_policy_drain_all(handle, request);
     if (status != SHMC_OK)
         return status;
     uint64_t own = shmc_policy_age(handle, class);
@@ -464,7 +469,7 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
         if (status != SHMC_ARENA_FULL)
             return status;
     }
-    status = shmc_evict_some(handle, class, request);
+    status = evict_some(handle, class, request);
     if (status == SHMC_ARENA_FULL && !other_first)
         status = drain_other(handle, class);
     return status == SHMC_ARENA_FULL ? search_slab(handle, class, request) : status;
@@ -473,8 +478,8 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
 /* Room on the host axis, which is one for all classes. */
 enum shmc_status shmc_make_host_room(struct shmc_handle *handle, struct shmc_request *request)
 {
-    enum shmc_status status = shmc_policy_drain_all(handle);
+    enum shmc_status status = shmc_policy_drain_all(handle, request);
     if (status == SHMC_OK)
-        status = shmc_evict_some(handle, NULL, request);
+        status = evict_some(handle, NULL, request);
     return status == SHMC_ARENA_FULL ? SHMC_BUDGET_EXCEEDED : status;
 }

@@ -49,7 +49,7 @@ def segments(host: Host) -> Verdict:
     if dead:
         advice = "shmcache reclaim NAME; run shmcache supervise NAME"
         return Verdict(_NOTE, f"dead processes hold something of: {_names(dead)}", advice)
-    return Verdict(_OK, f"{len(sights)} pools, all usable" if sights else "no pools")
+    return Verdict(_OK, f"usable pools: {len(sights)}")
 
 
 def leftovers(host: Host) -> Verdict:
@@ -70,7 +70,7 @@ def strangers(host: Host) -> Verdict:
     total = sum(sizes.values())
     if not sizes:
         return Verdict(_OK, "nothing of other programs")
-    found = f"{len(sizes)} files of other programs, {size_text(total)}"
+    found = f"{size_text(total)} in files of other programs"
     if host.shm is None or total < host.shm.size_bytes // 10:
         return Verdict(_OK, found)
     largest = sorted(sizes, key=lambda name: -sizes[name])

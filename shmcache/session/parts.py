@@ -15,10 +15,13 @@ from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier, Leaving, remove_files
 from shmcache.session.generations import Generations, Retiring
+from shmcache.session.matching import Matching
 from shmcache.session.options import PagedCacheOptions
+from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.reading import Reader
 from shmcache.session.records import BlockFile
 from shmcache.session.scans import Scans
+from shmcache.session.sharing import Sharing
 from shmcache.session.shrinking import Shrinking
 from shmcache.session.tails import Tails
 
@@ -34,17 +37,31 @@ class SessionParts:
         backend: CacheBackend[Any],
         memory: HostMemory,
         session_id: int | None,
+        sharing: PrefixSharing | None,
         own: CacheResidencyPool | None,
     ) -> None:
         core = self.core = SessionCore(pool, model, options, backend, memory, session_id)
         self.demotions = Demotions(core)
         self.disk = DiskTier(core)
+        try:
+            self.disk.open_directory()
+        except BaseException:
+            core.end()
+            raise
         self.balance = Balance(core, self.demotions, self.disk)
         self.reader = Reader(core, self.demotions, self.disk, self.balance)
         self.scans = Scans(core, self.reader)
         self.generations = Generations(core, self.demotions, self.disk)
         self.shrinking = Shrinking(core, self.generations, self.reader)
         self.tails = Tails(core, self.balance, self.shrinking)
+        self.sharing = self.matching = None
+        if sharing is not None:
+            try:
+                self.sharing = core.shared = Sharing(core, self.demotions, model, sharing)
+            except BaseException:
+                core.end()
+                raise
+            self.matching = Matching(core, self.sharing)
         self.moves = Moves(core, self.demotions, self.disk)
         self._own = own
         self._handles = 0
@@ -74,7 +91,7 @@ class SessionParts:
                 try:
                     remove_files(files)
                 finally:
-                    self._leave()
+                    self._leave(wait=True)
 
     def drop_handle(self) -> None:
         """The same from a finalizer: nothing is waited for."""
@@ -88,7 +105,7 @@ class SessionParts:
         with contextlib.suppress(CacheResidencyError):
             remove_files(files)
         self.disk.stop_soon()
-        self._leave()
+        self._leave(wait=False)
 
     def _mark_closed(self) -> tuple[Retiring, list[BlockFile]]:
         """With the lock held: nothing more is begun, written files are deleted by their writer."""
@@ -98,7 +115,10 @@ class SessionParts:
         files = [record.storage.backing for record in core.records.values()]
         return retiring, [file for file in files if file is not None]
 
-    def _leave(self) -> None:
+    def _leave(self, *, wait: bool) -> None:
+        if self.sharing is not None:
+            self.sharing.release_claim()
+        self.disk.close_directory(wait=wait)
         self.core.end()
         if self._own is not None:
             self._own.close()
@@ -114,6 +134,15 @@ class Moves:
 
     def demote(self, id: CacheBlockId) -> None:
         """One tier down (`CacheSession.demote`)."""
+        shared = self._core.shared
+        if shared is not None:
+            with self._core.lock:
+                wanted = shared.wants(id)
+            if wanted:
+                shared.demanded(id)
+            with self._core.lock:
+                if wanted and self._core.record(id).storage.tier is CacheTier.HOST:
+                    return  # a session that reads the arena has it there now
         with self._core.lock:
             on_device, operation = self._begin(id)
         if operation is not None:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Self
 
 READY: Final = b"ready\n"
@@ -30,10 +30,17 @@ _COUNTER_BYTES: Final = 8
 class ChildProcess:
     """One child running `python -m shmcache.workloads.MODULE ARGUMENTS`.
 
-    It inherits no descriptor but `inherited`, under the same number.
+    It inherits no descriptor but `inherited`, under the same number, and our environment, changed
+    by `environment`.
     """
 
-    def __init__(self, module: str, arguments: tuple[str, ...], inherited: int | None) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: tuple[str, ...],
+        inherited: int | None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         command = [sys.executable, "-P", "-m", f"shmcache.workloads.{module}", *arguments]
         self._errors = os.memfd_create("child-errors")
         self._process = subprocess.Popen(
@@ -42,6 +49,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             pass_fds=() if inherited is None else (inherited,),
+            env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
         assert self._process.stdin is not None

@@ -23,11 +23,10 @@ import contextlib
 import itertools
 import math
 import random
-import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from shmcache import (
     CachePoolLimits,
@@ -43,7 +42,6 @@ from shmcache.workloads.replay_books import (
     ReplayReport,
     Tally,
 )
-from shmcache.workloads.replay_seat import PATIENCE_S, Seat
 from shmcache.workloads.replay_worker import (
     BYTES_SERVED,
     BYTES_STORED,
@@ -51,15 +49,17 @@ from shmcache.workloads.replay_worker import (
     FOUND_HITS,
     FOUND_REQUEST,
     WRONG_BYTES,
+    WorkerAnswer,
     WorkerRequest,
     WorkerSettings,
 )
+from shmcache.workloads.seats import PROGRESS_S, Crew, Seat
 from shmcache.workloads.traces import TraceRequest
-
-PROGRESS_S: Final = 0.2
 
 _HOLD_S_PER_OUTPUT_TOKEN: Final = 0.020
 _AXES: Final = tuple(CachePoolResource)
+
+_Seat: TypeAlias = Seat[WorkerSettings, WorkerRequest, WorkerAnswer]
 
 
 def run_replay(
@@ -120,89 +120,56 @@ class _Replay:
         self._arrivals = enumerate(requests)
         self._ahead: deque[tuple[int, TraceRequest]] = deque()  # the next, and those to be redone
         self._at_work: dict[int, TraceRequest] = {}
-        self._handed_out = self._kills = self._redone = self._last_row = 0
-        self._seats: list[Seat] = []
-        self._selector = selectors.DefaultSelector()
-        self._violations: list[str] = []
+        self._handed_out = self._kills = self._redone = 0
+        self._crew: Crew[WorkerSettings, WorkerRequest, WorkerAnswer]
+        self._crew = Crew(self._seat, options.workers)
+        self._violations = self._crew.violations
 
     def run(self, on_progress: Callable[[ReplayProgress], None]) -> ReplayReport:
         try:
-            for row in range(self._options.workers):
-                self._seats.append(self._seat(row))
-            self._start()
+            self._crew.start()
             started = time.monotonic()
             self._play(started, on_progress)
             seconds = time.monotonic() - started
-            self._end()
+            self._crew.end()
         finally:
-            self._kill_all()
+            self._crew.kill_all()
         return self._report(seconds)
 
     # -- workers
 
-    def _seat(self, row: int) -> Seat:
-        seat = Seat(
-            WorkerSettings(
-                pool=self._pools[row % len(self._pools)].name,
-                block_bytes=self._options.block_bytes,
-                counters=self._counters.descriptor,
-                row=row,
-                rows=self._options.workers,
-            )
+    def _seat(self, row: int) -> _Seat:
+        settings = WorkerSettings(
+            pool=self._pools[row % len(self._pools)].name,
+            block_bytes=self._options.block_bytes,
+            counters=self._counters.descriptor,
+            row=row,
+            rows=self._options.workers,
         )
-        self._selector.register(seat.child.stdout, selectors.EVENT_READ, seat)
-        self._selector.register(seat.child.pidfd, selectors.EVENT_READ, seat)
-        return seat
-
-    def _start(self) -> None:
-        """Wait until all are attached: a replay is not about starting interpreters."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(seat.attached for seat in self._seats) and not self._violations:
-            if time.monotonic() > deadline:
-                self._violations.append(f"not all workers started within {PATIENCE_S:g} s")
-            self._listen(PROGRESS_S)
+        return Seat(
+            "replay_worker", row, settings, WorkerAnswer, inherited=self._counters.descriptor
+        )
 
     def _listen(self, wait_s: float) -> None:
-        """Take in what workers say, and notice their deaths."""
-        for seat in {key.data for key, _ in self._selector.select(max(wait_s, 0))}:
-            died = seat.child.died(0)  # looked at before the last answers are read
-            for answer in seat.answers():
+        """Take in what workers say, and what the killed ones leave undone."""
+        for seat, answer in self._crew.listen(wait_s):
+            if answer is not None:
                 self._tally.count(self._at_work.pop(answer.number), answer)
-            if died:
-                self._bury(seat)
-
-    def _bury(self, seat: Seat) -> None:
-        """Replace a killed worker; a worker that ends by itself has something to say."""
-        self._selector.unregister(seat.child.stdout)
-        self._selector.unregister(seat.child.pidfd)
-        words = seat.child.last_words()
-        code = seat.child.reap()
-        if not seat.killed:
-            self._violations.append(f"worker {seat.child.pid} ended with {code}: {words}")
-            return
-        if seat.request is not None:
-            number = seat.request.number
-            counts = self._counters.row(seat.settings.row)
-            if counts[FOUND_REQUEST] == number + 1:
-                self._tally.cut_short(number, counts[FOUND_HITS])
-            self._redone += 1
-            self._ahead.appendleft((number, self._at_work.pop(number)))
-        self._seats[seat.settings.row] = self._seat(seat.settings.row)
+            elif seat.request is not None:
+                number = seat.request.number
+                counts = self._counters.row(seat.row)
+                if counts[FOUND_REQUEST] == number + 1:
+                    self._tally.cut_short(number, counts[FOUND_HITS])
+                self._redone += 1
+                self._ahead.appendleft((number, self._at_work.pop(number)))
 
     def _kill_one(self) -> None:
         """One that works, else one that could: killing in the cradle would stop the replay."""
-        busy = [seat for seat in self._seats if seat.attached and seat.request]
-        attached = busy or [seat for seat in self._seats if seat.attached]
+        busy = [seat for seat in self._crew.seats if seat.attached and seat.request]
+        attached = busy or [seat for seat in self._crew.seats if seat.attached]
         if attached:
             self._kills += 1
             self._rng.choice(attached).kill()
-
-    def _kill_all(self) -> None:
-        for seat in self._seats:
-            seat.child.kill()
-        for seat in self._seats:
-            seat.child.reap()
-        self._selector.close()
 
     # -- the play
 
@@ -243,22 +210,16 @@ class _Replay:
             self._ahead.popleft()
             self._give(seat, number, request)
 
-    def _free_seat(self, number: int) -> Seat | None:
-        """Whoever has been free for longest: work goes round."""
-        count = len(self._seats)
-        rows = [number % count]
-        if not self._options.private:
-            rows = [(self._last_row + 1 + step) % count for step in range(count)]
-        return next((self._seats[row] for row in rows if self._seats[row].free), None)
+    def _free_seat(self, number: int) -> _Seat | None:
+        return self._crew.free(number % self._options.workers if self._options.private else None)
 
-    def _give(self, seat: Seat, number: int, request: TraceRequest) -> None:
+    def _give(self, seat: _Seat, number: int, request: TraceRequest) -> None:
         if number == self._handed_out:  # not one that is redone
             self._handed_out += 1
             self._tally.arrive(request)
         self._at_work[number] = request
-        self._last_row = seat.settings.row
         hold_s = self._scaled(request.output_tokens * _HOLD_S_PER_OUTPUT_TOKEN)
-        seat.give(WorkerRequest(number, request.block_ids, hold_s))
+        self._crew.give(seat, WorkerRequest(number, request.block_ids, hold_s))
         if self._handed_out == self._options.kill_after and not self._kills:
             self._kills += 1
             seat.kill()
@@ -267,20 +228,6 @@ class _Replay:
         return seconds / self._options.speed if self._options.speed else 0.0
 
     # -- the end
-
-    def _end(self) -> None:
-        """Let all leave in order; a worker that has something to say is heard."""
-        if self._violations:
-            return  # they are killed
-        for seat in self._seats:
-            seat.child.dismiss()
-        for seat in self._seats:
-            if not seat.child.died(PATIENCE_S):
-                self._violations.append(f"worker {seat.child.pid} did not leave")
-                continue
-            words = seat.child.last_words()
-            if (code := seat.child.reap()) and not seat.killed:
-                self._violations.append(f"worker {seat.child.pid} ended with {code}: {words}")
 
     def _left(self) -> tuple[int | None, int | None]:
         """(bytes that are charged or leased but published by nobody, evictions) of all pools."""

@@ -309,7 +309,7 @@ def sight(name: str, state: str = "active", **more: Any) -> SegmentSight:
 @pytest.mark.parametrize(
     ("sights", "status", "words"),
     [
-        ((sight("a"), sight("b")), OK, "2 pools"),
+        ((sight("a"), sight("b")), OK, "usable pools: 2"),
         ((sight("a"), sight("b", dead_owners=1)), NOTE, "of: b"),
         ((sight("a", "refused", check="boot_id"),), WARN, "a (boot_id)"),
         ((sight("a", "foreign"), sight("b", "retired")), WARN, "a (foreign), b (retired)"),
@@ -357,5 +357,5 @@ def test_leftovers_and_strangers(host: MadeUp) -> None:
     assert host.status("strangers") is OK
     verdict = host.check("strangers", shm=ShmRoom(MIB, MIB, 100))
     assert verdict.status is WARN
-    assert "2 files" in verdict.found
+    assert "in files of other programs: " in verdict.found
     assert verdict.found.endswith("psm_1234, small")
