@@ -1,0 +1,149 @@
+"""The decoder's keys and values in a `CacheSession`: shared, demoted, on disk, and the same bits.
+
+    with CacheSession(pool, model=cache_identity(model), options=..., sharing=...) as session:
+        store = SessionStore(session, model.shape)
+        known = store.match(prompt)                      # computed before, by whoever it was
+        logits = decoder.prefill(prompt[known:], store)
+
+Why         An engine does with its cache what this file does: adopt a prefix, append a step to each
+            layer, read what the layer sees, let a window slide, take back what was refused.
+Contract    The pieces are those of a `BlockStore` with blocks of the same size, so the logits have
+            the same bits, wherever the session keeps its blocks. After a step that raised, and
+            after `truncate`, the rest of a block is a tail again, as if nothing had come after it:
+            the session would leave a shorter block there, which is another split.
+            Only blocks whose ids were named by `match` are shared. Generated tokens are not named:
+            what one-token steps compute has other bits than a step of `prefill`, so the bytes under
+            a key would depend on who came first.
+Concurrency One sequence, one thread.
+Death       Nothing is held but by the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from shmcache import (
+    CacheSession,
+    PrefixSharing,
+    PromptCacheModelIdentity,
+    PromptCacheStateSegment,
+    PromptCacheTopology,
+    derive_prompt_cache_architecture_fingerprint,
+)
+from shmcache.workloads.decoder import DecoderShape, Floats, Piece
+from shmcache.workloads.kv_blocks import visible_start
+from shmcache.workloads.weights import Model
+
+
+class SessionStore:
+    """A `KeyValueStore` over a session of a model of this shape (see the module)."""
+
+    def __init__(self, session: CacheSession, shape: DecoderShape) -> None:
+        self._session = session
+        self._windows = shape.windows
+        self._ids: Sequence[int] = ()
+        self._tokens = self._shortest()
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the sequence has, kept or not."""
+        return self._tokens
+
+    def match(self, prompt: Sequence[int], *, timeout: float = 0.0) -> int:
+        """Adopt what is published of a prompt; how many of its tokens need not be computed.
+
+        The last one must, for its logits. The ids of the rest are named, so that it is shared.
+        """
+        self._tokens = self._session.match(prompt[:-1], timeout=timeout)
+        self._ids = prompt
+        self._name(self._tokens)
+        return self._tokens
+
+    def extend(self, layer: int, keys: Floats, values: Floats) -> Iterator[Piece]:
+        """Append a step's keys and values to a layer; what the layer sees."""
+        self._cut(layer, self._tokens)  # what a step that raised had appended
+        self._session.append(layer, keys[None], values[None])
+        return self._pieces(layer)
+
+    def advance(self, tokens: int) -> None:
+        """The step is complete; drop what the windows have left behind."""
+        self._tokens += tokens
+        for layer, window in enumerate(self._windows):
+            if window is not None:
+                self._session.discard_sliding(layer)
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all from position `tokens` on; a window must not have left that behind."""
+        self._ids = self._ids[:tokens]
+        for layer in range(len(self._windows)):
+            self._cut(layer, tokens)
+        self._tokens = tokens
+
+    def _pieces(self, layer: int) -> Iterator[Piece]:
+        session, end = self._session, self._session.position(layer)
+        start = visible_start(self._tokens, self._windows[layer])
+        with contextlib.closing(session.window(session.visible(layer, start, end))) as leases:
+            for lease in leases:
+                yield Piece(lease.id.start, *(array[0] for array in lease.arrays))
+        if (tail := session.tail(layer)) is not None:
+            yield Piece(tail.start, *(array[0] for array in tail.arrays))
+
+    def _cut(self, layer: int, end: int) -> None:
+        session, size = self._session, self._session.options.block_size_tokens
+        position, start = session.position(layer), end - end % size
+        if position == end:
+            return
+        kept: tuple[Floats, ...] = ()
+        if start < end and position >= start + size:  # within a block that is sealed
+            (id,) = session.visible(layer, start, end)
+            with session.lease(id) as lease:
+                kept = tuple(array[:, :, : end - start].copy() for array in lease.arrays)
+        session.truncate(layer, start if kept else end)
+        self._name(start if kept else end)
+        if kept:
+            session.append(layer, *kept)
+
+    def _name(self, start: int) -> None:
+        """A truncation made the session forget the ids from there on."""
+        self._session.feed(self._ids[start:])
+
+    def _shortest(self) -> int:
+        """How many tokens all layers have."""
+        return min(map(self._session.position, range(len(self._windows))))
+
+
+def cache_identity(model: Model) -> PromptCacheModelIdentity:
+    """What a session must know of a model: one segment with every layer and its window."""
+    shape = model.shape
+    fields = {name: str(value) for name, value in msgspec.to_builtins(shape).items()}
+    return PromptCacheModelIdentity.new(
+        "decoder",
+        model.name,
+        derive_prompt_cache_architecture_fingerprint("decoder", fields.items()),
+        layer_count=shape.layers,
+        global_layer_start=0,
+        global_layer_end=shape.layers,
+        sink_tokens=0,
+        topology=PromptCacheTopology.default(),
+        layer_layout=PromptCacheModelIdentity.key_value_layouts(
+            shape.windows, shape.kv_heads, shape.head_dim
+        ),
+        layer_prefix_offsets=[0] * shape.layers,
+        state_segments=[PromptCacheStateSegment.new("all", range(shape.layers))],
+    )
+
+
+def prefix_sharing(model: Model, step_tokens: int, **options: object) -> PrefixSharing:
+    """Workers share what this model computes in steps of this size: the bits depend on both."""
+    name = hashlib.sha256(msgspec.json.encode((model.name, model.shape))).hexdigest()
+    return PrefixSharing(
+        checkpoint_fingerprint=f"sha256:{name}",
+        dtype=np.float32,
+        layout=f"rotated halves, steps of {step_tokens}",
+        **options,
+    )
