@@ -13,6 +13,7 @@ class WorkloadError(ContractError):
 
     PackageMissing: TypeAlias = "_WorkloadPackageMissing"
     ModelUnsupported: TypeAlias = "_WorkloadModelUnsupported"
+    PagesMissing: TypeAlias = "_WorkloadPagesMissing"
     ConfigUnreadable: TypeAlias = "_WorkloadConfigUnreadable"
     ConfigUnsupported: TypeAlias = "_WorkloadConfigUnsupported"
 
@@ -46,3 +47,8 @@ class _WorkloadConfigUnsupported(WorkloadError):
     model_type: str
     field_name: str
     message: str = field(default="", compare=False)
+
+
+@variant("there is no page to talk about in {folder}", hint="name a folder of *.md files")
+class _WorkloadPagesMissing(WorkloadError):
+    folder: str

@@ -20,9 +20,9 @@ Death       Nothing is held but by the session.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -87,9 +87,8 @@ class SessionStore:
     def _pieces(self, layer: int) -> Iterator[Piece]:
         session, end = self._session, self._session.position(layer)
         start = visible_start(self._tokens, self._windows[layer])
-        with contextlib.closing(session.window(session.visible(layer, start, end))) as leases:
-            for lease in leases:
-                yield Piece(lease.id.start, *(array[0] for array in lease.arrays))
+        for lease in session.window(session.visible(layer, start, end)):
+            yield Piece(lease.id.start, *(array[0] for array in lease.arrays))
         if (tail := session.tail(layer)) is not None:
             yield Piece(tail.start, *(array[0] for array in tail.arrays))
 
@@ -138,7 +137,7 @@ def cache_identity(model: Model) -> PromptCacheModelIdentity:
     )
 
 
-def prefix_sharing(model: Model, step_tokens: int, **options: object) -> PrefixSharing:
+def prefix_sharing(model: Model, step_tokens: int, **options: Any) -> PrefixSharing:
     """Workers share what this model computes in steps of this size: the bits depend on both."""
     name = hashlib.sha256(msgspec.json.encode((model.name, model.shape))).hexdigest()
     return PrefixSharing(
