@@ -59,16 +59,18 @@ class SessionStore:
 
         The last one must, for its logits. The ids of the rest are named, so that it is shared.
         """
-        self._tokens = self._session.match(prompt[:-1], timeout=timeout)
+        self._session.match(prompt[:-1], timeout=timeout)
+        self._tokens = self._shortest()
+        self._session.feed(prompt[max(len(self._ids), self._tokens) :])
         self._ids = prompt
-        self._name(self._tokens)
         return self._tokens
 
     def extend(self, layer: int, keys: Floats, values: Floats) -> Iterator[Piece]:
         """Append a step's keys and values to a layer; what the layer sees."""
-        self._cut(layer, self._tokens)  # what a step that raised had appended
+        if self._session.position(layer) > self._tokens:  # a step has raised
+            self._cut(self._tokens, self._ids)
         self._session.append(layer, keys[None], values[None])
-        return self._pieces(layer)
+        return self._pieces(layer, visible_start(self._tokens, self._windows[layer]))
 
     def advance(self, tokens: int) -> None:
         """The step is complete; drop what the windows have left behind."""
@@ -78,38 +80,46 @@ class SessionStore:
                 self._session.discard_sliding(layer)
 
     def truncate(self, tokens: int) -> None:
-        """Forget all from position `tokens` on; a window must not have left that behind."""
-        self._ids = self._ids[:tokens]
-        for layer in range(len(self._windows)):
-            self._cut(layer, tokens)
+        """Forget all from position `tokens` on.
+
+        Errors: ValueError if a window has left behind what the next token would see.
+        """
+        self._cut(tokens, self._ids[:tokens])
         self._tokens = tokens
 
-    def _pieces(self, layer: int) -> Iterator[Piece]:
-        session, end = self._session, self._session.position(layer)
-        start = visible_start(self._tokens, self._windows[layer])
-        for lease in session.window(session.visible(layer, start, end)):
+    def _pieces(self, layer: int, start: int) -> Iterator[Piece]:
+        """What a layer has from position `start` on, or from before it."""
+        session = self._session
+        for lease in session.window(session.visible(layer, start, session.position(layer))):
             yield Piece(lease.id.start, *(array[0] for array in lease.arrays))
         if (tail := session.tail(layer)) is not None:
             yield Piece(tail.start, *(array[0] for array in tail.arrays))
 
-    def _cut(self, layer: int, end: int) -> None:
-        session, size = self._session, self._session.options.block_size_tokens
-        position, start = session.position(layer), end - end % size
-        if position == end:
-            return
-        kept: tuple[Floats, ...] = ()
-        if start < end and position >= start + size:  # within a block that is sealed
-            (id,) = session.visible(layer, start, end)
-            with session.lease(id) as lease:
-                kept = tuple(array[:, :, : end - start].copy() for array in lease.arrays)
-        session.truncate(layer, start if kept else end)
-        self._name(start if kept else end)
-        if kept:
-            session.append(layer, *kept)
+    def _cut(self, end: int, ids: Sequence[int]) -> None:
+        """Cut all layers where the block begins that `end` is in, and give them its rest back: what
+        is shared of a block must be the same in all of them. `ids` name what comes then.
+        """
+        session, start = self._session, end - end % self._session.options.block_size_tokens
+        layers = range(len(self._windows))
+        rests = [self._copied(layer, start, end) for layer in layers]
+        for layer in layers:
+            session.truncate(layer, start)
+        session.feed(ids[start:])
+        self._ids = ids
+        for layer in layers if start < end else ():
+            session.append(layer, *rests[layer])
 
-    def _name(self, start: int) -> None:
-        """A truncation made the session forget the ids from there on."""
-        self._session.feed(self._ids[start:])
+    def _copied(self, layer: int, start: int, end: int) -> tuple[Floats, ...]:
+        """A layer's tokens from `start`, where a block begins, up to `end`."""
+        seen, copies = visible_start(end, self._windows[layer]), ()
+        oldest = end
+        for piece in self._pieces(layer, seen):
+            oldest = min(oldest, piece.start)
+            if piece.start == start:
+                copies = tuple(part[None, :, : end - start].copy() for part in piece[1:])
+        if oldest > seen:
+            raise ValueError(f"layer {layer} has forgotten the tokens before {oldest}")
+        return copies
 
     def _shortest(self) -> int:
         """How many tokens all layers have."""
