@@ -13,9 +13,9 @@ class WorkloadError(ContractError):
 
     PackageMissing: TypeAlias = "_WorkloadPackageMissing"
     ModelUnsupported: TypeAlias = "_WorkloadModelUnsupported"
-    PagesMissing: TypeAlias = "_WorkloadPagesMissing"
     ConfigUnreadable: TypeAlias = "_WorkloadConfigUnreadable"
     ConfigUnsupported: TypeAlias = "_WorkloadConfigUnsupported"
+    PagesMissing: TypeAlias = "_WorkloadPagesMissing"
 
 
 @variant("the optional package {package} is not installed", hint="run `{command}`")

@@ -82,17 +82,22 @@ def conversations(
     """`count` conversations about at most `pages_max` pages, each cut after `page_tokens`."""
     rng = random.Random(seed)
     chosen = rng.sample(pages, min(pages_max, len(pages)))
+    beginnings = [_beginning(page, words, page_tokens) for page in chosen]
     weights = [1 / rank for rank in range(1, len(chosen) + 1)]
     made = []
     for number in range(count):
-        (page,) = rng.choices(chosen, weights)
-        text = words.decode(words.encode(page.text)[:page_tokens])
-        system = words.turn("system", _SYSTEM.format(name=page.name, text=text))
+        (at,) = rng.choices(range(len(chosen)), weights)
+        page = chosen[at]
         questions = [
             rng.choice(_QUESTIONS).format(heading=rng.choice(page.headings)) for _ in range(turns)
         ]
-        made.append(Conversation(number, page, questions, system))
+        made.append(Conversation(number, page, questions, beginnings[at][:]))
     return made
+
+
+def _beginning(page: Page, words: Tokenizer, tokens_max: int) -> list[int]:
+    text = words.decode(words.encode(page.text)[:tokens_max])
+    return words.turn("system", _SYSTEM.format(name=page.name, text=text))
 
 
 def tokens_needed(chat: Conversation, words: Tokenizer, answer_tokens: int) -> int:

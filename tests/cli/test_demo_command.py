@@ -116,7 +116,7 @@ def test_a_wrong_command_line(options: tuple[str, ...], text: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_takes_everything_away(pool_name: str, number: int) -> None:
     with subprocess.Popen(
-        [*COMMAND, *TINY, "--name", pool_name, "--conversations", "5000"],
+        [*COMMAND, *TINY, "--name", pool_name, "--conversations", "500"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
