@@ -196,6 +196,7 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (WorkloadError.ModelUnsupported("a.gguf", "it has no x"), ("a.gguf", "it has no x")),
     (WorkloadError.ConfigUnreadable("a/config.json", "why"), ("'a/config.json'", "why")),
     (WorkloadError.ConfigUnsupported("gpt9", "n_head", "why"), ("'gpt9'", "n_head", "why")),
+    (WorkloadError.PagesMissing("some/docs"), ("some/docs", "*.md")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)
