@@ -150,7 +150,7 @@ def status_name(int status):
 def status_table():
     """(name, retry, has an error) of every status, for the test that proves the table total."""
     carried = (SHMC_BUDGET_EXCEEDED, SHMC_DUPLICATE_MANAGER, SHMC_UNKNOWN_MANAGER,
-               SHMC_ARENA_FULL, SHMC_TOO_LARGE)
+               SHMC_ARENA_FULL, SHMC_TOO_LARGE, SHMC_LIVE_FILES)
     return [
         (status_name(status), bool(shmc_status_retry(<shmc_status>status)),
          status in _ERRORS or status in carried)

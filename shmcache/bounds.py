@@ -21,6 +21,7 @@ I32_MAX: Final = (1 << 31) - 1
 # Tables of one pool, fixed at its creation. A limit is what the segment layout can address.
 OWNERS_MAX_DEFAULT: Final = 64
 OWNERS_MAX_LIMIT: Final = 1024
+OWNER_PATH_BYTES: Final = 384
 MANAGERS_MAX_DEFAULT: Final = 1024
 MANAGERS_MAX_LIMIT: Final = 65536
 RESERVATIONS_MAX_DEFAULT: Final = 8192

@@ -89,6 +89,7 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (SegmentError.NoSpace(2254857830, 64 << 20, "--shm-size"), ("2254857830", "64 MiB", "--shm")),
     (SegmentError.OwnersFull(64), ("64",)),
     (SegmentError.TableFull("managers", 1024), ("managers", "1024", "managers_max")),
+    (SegmentError.LiveDirectoriesFull(400, 384), ("400", "384", "shorter paths")),
     (SegmentError.LockHeld(77, "T", 10_000_000_000), ("77", "T", "10000000000", "-CONT 77")),
     (SegmentError.Retired("llm"), ("'llm'",)),
     (SegmentError.Corrupt("index word 5"), ("index word 5",)),

@@ -162,8 +162,9 @@ def test_regions_are_tables_of_their_structs(layout: Any, region: str, struct: s
 
 
 def test_bounds_repeats_every_limit(layout: Any) -> None:
-    limits = {one.name: one.number for one in layout.constants if one.name.endswith("_LIMIT")}
-    assert limits == {
+    numbers = {one.name: one.number for one in layout.constants}
+    assert numbers["SHMC_OWNER_PATH_BYTES"] == bounds.OWNER_PATH_BYTES
+    assert {name: numbers[name] for name in numbers if name.endswith("_LIMIT")} == {
         "SHMC_OWNERS_LIMIT": bounds.OWNERS_MAX_LIMIT,
         "SHMC_MANAGERS_LIMIT": bounds.MANAGERS_MAX_LIMIT,
         "SHMC_RESERVATIONS_LIMIT": bounds.RESERVATIONS_MAX_LIMIT,

@@ -39,6 +39,5 @@ def examination_text(examined: Examination) -> tuple[str | Table, ...]:
 
 
 def _summary(examined: Examination) -> str:
-    counts = {status: examined.count(status) for status in CheckStatus}
-    said = f"{counts[CheckStatus.FAIL]} fail, {counts[CheckStatus.WARN]} warnings"
-    return f"{said}, {counts[CheckStatus.NOTE]} notes, {counts[CheckStatus.OK]} ok"
+    worst_first = reversed(CheckStatus)
+    return ", ".join(f"{status.value}: {examined.count(status)}" for status in worst_first)

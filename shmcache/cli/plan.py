@@ -204,8 +204,8 @@ def _sizes(planned: CapacityPlan) -> Iterator[Any]:
     yield ""
     longest = planned.contexts[-1].tokens
     yield (
-        f"{planned.requests} requests of {longest:,} tokens may lease "
-        f"{planned.in_flight_blocks:,} blocks at once"
+        f"in flight at once: {planned.requests:,} x {longest:,} tokens, "
+        f"which may lease {planned.in_flight_blocks:,} blocks"
     )
     yield (
         f"the pool: {planned.blocks:,} blocks, {size(planned.geometry.arena_bytes)} of arena, "
@@ -221,6 +221,8 @@ def _traffic(planned: CapacityPlan, traffic: PlanTraffic, assumed: bool) -> Iter
         f"{source}: {traffic.requests:,} requests, {traffic.trace_references:,} blocks asked for, "
         f"{traffic.trace_blocks:,} of them different"
     )
+    if traffic.longest_tokens - planned.contexts[-1].tokens >= planned.block_tokens:
+        yield f"its longest prompt has {traffic.longest_tokens:,} tokens: see --context"
     policy = planned.geometry.eviction
     columns = [">arena", ">blocks", ">lru"]
     columns += [f">{planned.workers}_private"] if planned.workers > 1 else []

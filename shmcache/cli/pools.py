@@ -236,7 +236,12 @@ def verify(name: str) -> Answer:
 
 @click.command(cls=Command)
 @pool_argument
-def reclaim(name: str) -> Answer:
+@click.option(
+    "--forget-files",
+    is_flag=True,
+    help="Release the disk charge of live files also where they cannot be deleted.",
+)
+def reclaim(name: str, forget_files: bool) -> Answer:
     """Give back, once, what dead processes held. `supervise` does it all the time.
 
     \b
@@ -244,11 +249,16 @@ def reclaim(name: str) -> Answer:
       shmcache reclaim llm
     """
     with CacheResidencyPool.observe(name) as pool:
-        reclaimed = pool.sweep()
+        reclaimed = pool.sweep(forget_files=forget_files)
         document = identity_of(pool) | {"reclaimed": reclaimed_document(reclaimed)}
     rows = ((o.pid, o.entries, *_usage_cells(o.usage)) for o in reclaimed)
     found = table(">pid >entries >device >host >transfer >disk", rows)
-    return Answer(document, (found,) if reclaimed else ("nothing to reclaim",))
+    remaining = [
+        f"live files of process {owner.pid} in {files.place} are not deleted: {files.reason}"
+        for owner in reclaimed
+        for files in owner.undeleted
+    ]
+    return Answer(document, (found, *remaining) if reclaimed else ("nothing to reclaim",))
 
 
 # ---- what answers share ------------------------------------------------------------------------
@@ -268,6 +278,7 @@ def reclaimed_document(owners: Iterable[ReclaimedOwner]) -> list[dict[str, objec
             "nonce": hex_id(owner.nonce),
             "entries": owner.entries,
             "usage": owner.usage,
+            "undeleted": owner.undeleted,
         }
         for owner in owners
     ]

@@ -324,6 +324,26 @@ enum shmc_status shmc_accounts_release_reservation(struct shmc_handle *handle, u
     return release(handle, &handle->reservations, owner, token.index, NULL);
 }
 
+/* Of a dead manager whose files are still there, only what they occupy stays charged; released
+ * receives what is given back. */
+enum shmc_status shmc_accounts_keep_disk(struct shmc_handle *handle, uint64_t index,
+                                         uint64_t *released)
+{
+    struct shmc_entry *entry = &handle->managers.entries[index];
+    uint64_t current[SHMC_AXES];
+    memcpy(current, handle->control->current, sizeof current);
+    memcpy(released, entry->usage, sizeof entry->usage);
+    released[SHMC_DISK] = 0;
+    SHMC_CHECK(subtract_usage(current, released));
+    shmc_redo_begin(handle, SHMC_OP_RECLAIM_STEP);
+    put_current(handle, current);
+    for (uint32_t axis = 0; axis < SHMC_AXES; axis++)
+        if (released[axis] != 0)
+            shmc_redo_put(handle, &entry->usage[axis], 0);
+    shmc_redo_commit(handle);
+    return SHMC_OK;
+}
+
 /* ---- for blocks.c ------------------------------------------------------------------------------
  */
 

@@ -109,10 +109,12 @@ cdef class Arena(Attachment):
         self._closed = False
         try:
             self._join()
-        except (SegmentError, CachePoolError):
+        except BaseException as error:
             self._handle = previous
             shmc_close(following)
-            return True
+            if isinstance(error, (SegmentError, CachePoolError)):
+                return True
+            raise
         finally:
             self._closed = True
         self._era += 1
@@ -198,7 +200,12 @@ cdef class Arena(Attachment):
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_SEAL
         request.lease = block._one
-        cdef int status = self._run(&request)
+        cdef int status
+        block._busy = True
+        try:
+            status = self._run(&request)
+        finally:
+            block._busy = False
         if status != SHMC_OK:
             raise _error(self, status, &request)
         return 0
@@ -206,7 +213,6 @@ cdef class Arena(Attachment):
     cdef object _publish(self, Block block, object key, object parent, bint protected):
         cdef shmc_request request
         cdef Holding of_parent
-        cdef void *address
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_PUBLISH
         request.lease = block._one
@@ -221,13 +227,15 @@ cdef class Arena(Attachment):
         elif parent is not None:
             request.parent_kind = SHMC_PARENT_KEY
             _read_key(parent, request.parent_key)
-        if shmc_header_of(self._handle).geometry.flags & (
-                SHMC_FLAG_VERIFY_FIRST | SHMC_FLAG_VERIFY_ALWAYS):
-            address = shmc_write_address(self._handle, &block._one)
-            with nogil:
-                request.checksum = shmc_checksum(address, request.lease.bytes)
         cdef Lease lease = Lease.__new__(Lease)
-        cdef int status = self._run(&request)
+        cdef int status
+        block._busy = True
+        try:
+            if self._verifies():
+                request.checksum = self._checksum(block)
+            status = self._run(&request)
+        finally:
+            block._busy = False
         if status != SHMC_OK:
             raise _error(self, status, &request)
         lease._one = request.lease
@@ -236,6 +244,18 @@ cdef class Arena(Attachment):
         block._published = True
         self._tokens -= 1
         return _publish_result(lease, bool(request.created))
+
+    cdef uint64_t _checksum(self, Block block) except? 0:
+        """Of the block's bytes; other threads run meanwhile, and a close waits."""
+        cdef uint64_t checksum
+        cdef uint32_t era = self._era
+        cdef void *address = shmc_write_address(self._handle, &block._one)
+        self._calls += 1
+        with nogil:
+            checksum = shmc_checksum(address, block._one.bytes)
+        if era == self._era:
+            self._calls -= 1
+        return checksum
 
     # -- find
 
@@ -331,13 +351,13 @@ cdef class Arena(Attachment):
         for index in range(count):
             fidelity = shmc_verify_lease(self._handle, &leases[index])
             if fidelity == SHMC_DAMAGED:
-                shmc_release(self._handle, &leases[index], count - index)
                 memset(&request, 0, sizeof(request))
                 request.operation = SHMC_OP_INVALIDATE
                 request.named = True
                 request.lease = leases[index]
                 memcpy(request.key, keys + index * 4, KEY_BYTES)
-                self._run(&request)
+                self._run(&request)  # while all are leased: when it raises, the caller holds all
+                shmc_release(self._handle, &leases[index], count - index)
                 return index
         return count
 

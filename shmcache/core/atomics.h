@@ -86,6 +86,12 @@ static inline uint64_t shmc_and_seq_cst(uint64_t *word, uint64_t bits)
     return __atomic_fetch_and(word, bits, __ATOMIC_SEQ_CST);
 }
 
+static inline void shmc_add_relaxed(uint64_t *word, uint64_t value)
+{
+    SHMC_POINT(word);
+    __atomic_fetch_add(word, value, __ATOMIC_RELAXED);
+}
+
 static inline uint32_t shmc_add32_seq_cst(uint32_t *word, uint32_t value)
 {
     SHMC_POINT(word);

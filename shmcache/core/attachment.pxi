@@ -467,34 +467,76 @@ cdef class Attachment:
         finally:
             free(dead)
 
-    def _reclaim(self, uint32_t slot, nonce):
+    def _reclaim(self, uint32_t slot, nonce, bint forget_files=False):
         """Empty one owner's slot in chunks; returns (entries, usage) that this call gave back.
 
-        None when others did all of it.
+        None when others did all of it, or all that is left are files that cannot be deleted. With
+        `forget_files` their charge is released all the same.
         """
         cdef shmc_request request
-        cdef uint64_t released = 0
+        cdef uint64_t released = 0, given = 0
         cdef uint64_t[AXES] usage
+        cdef char[SHMC_OWNER_PATH_BYTES] paths
         cdef int status, axis
         memset(usage, 0, sizeof(usage))
         memset(&request, 0, sizeof(request))
         request.owner_slot = slot
         request.owner_nonce = nonce
+        request.paths = paths
         request.operation = SHMC_OP_RECLAIM_BEGIN
         status = self._run(&request)
         request.operation = SHMC_OP_RECLAIM_STEP
         while status == SHMC_OK or status == SHMC_MORE:
             status = self._run(&request)
-            if status != SHMC_OK and status != SHMC_MORE:
+            if status != SHMC_OK and status != SHMC_MORE and status != SHMC_LIVE_FILES:
                 break
             released += request.released
             for axis in range(AXES):
                 usage[axis] += request.usage[axis]
+                given |= request.usage[axis]
             if status == SHMC_OK:
                 return released, _make_usage(usage)
-        if status != SHMC_STALE:
+            if status == SHMC_LIVE_FILES:
+                status = self._files_gone(&request, forget_files)
+        if status != SHMC_STALE and status != SHMC_LIVE_FILES:
             raise _error(self, status, &request)
-        return (released, _make_usage(usage)) if released else None
+        return (released, _make_usage(usage)) if released or given else None
+
+    cdef int _files_gone(self, shmc_request *request, bint forget) except -1:
+        """Delete the live files of an owner that is being reclaimed; LIVE_FILES if some remain."""
+        cdef int status
+        paths = request.paths[:request.paths_bytes]
+        if not self._delete_live_files(paths, request.owner_nonce) and not forget:
+            return SHMC_LIVE_FILES
+        request.operation = SHMC_OP_FILES_GONE
+        status = self._run(request)
+        request.operation = SHMC_OP_RECLAIM_STEP
+        return status
+
+    def _delete_live_files(self, paths, nonce):
+        """Whether an owner's files are gone; the subclass knows how to delete them."""
+        return False
+
+    def _set_paths(self, bytes paths):
+        """Tell where this owner may have live files from now on, each path with a zero behind it."""
+        cdef shmc_request request
+        request.operation = SHMC_OP_SET_PATHS
+        request.paths = paths
+        request.paths_bytes = len(paths)
+        cdef int status = self._run(&request)
+        if status == SHMC_TOO_LARGE:
+            raise SegmentError.LiveDirectoriesFull(len(paths), SHMC_OWNER_PATH_BYTES)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+
+    def _owner_paths(self, uint32_t slot, nonce):
+        """Where an owner has live files, as in its slot; read without the lock."""
+        cdef char[SHMC_OWNER_PATH_BYTES] paths
+        cdef uint64_t size = 0
+        self._ready()
+        if slot < self._owners_max():
+            size = shmc_owner_paths(self._handle, slot, nonce, paths)
+        return paths[:size]
 
     def _sweep(self):
         """Reclaim every dead owner; returns how many there were."""
@@ -549,6 +591,12 @@ cdef class Attachment:
         """0 active, 1 retired, 2 poisoned; read without the lock."""
         self._ready()
         return <int>shmc_pool_state_of(self._handle)
+
+    def _nonce_here(self):
+        """This process's owner; 0 once closed, and in a forked child before its first use."""
+        if self._closed or not shmc_is_mine(self._handle):
+            return 0
+        return shmc_nonce(self._handle)
 
     def _attach_seq(self):
         """How many owners have attached so far; read without the lock."""
@@ -666,9 +714,11 @@ cdef class Attachment:
     cdef int _leave(self) except -1:
         """The orderly way out, in slices; a slot that cannot be left is swept like a dead one's."""
         cdef shmc_request request
+        cdef char[SHMC_OWNER_PATH_BYTES] paths
         cdef int status
         cdef uint64_t deadline_ns = <uint64_t>time.monotonic_ns() + <uint64_t>LOCK_DEADLINE_NS
         memset(&request, 0, sizeof(request))
+        request.paths = paths
         request.owner_slot = shmc_slot(self._handle)
         request.owner_nonce = shmc_nonce(self._handle)
         request.operation = SHMC_OP_RECLAIM_BEGIN
@@ -677,8 +727,14 @@ cdef class Attachment:
         while <uint64_t>time.monotonic_ns() < deadline_ns:
             with nogil:
                 status = shmc_perform(self._handle, &request, SLICE_NS)
-            if status == SHMC_OK and request.operation == SHMC_OP_RECLAIM_BEGIN:
+            if status == SHMC_OK and request.operation != SHMC_OP_RECLAIM_STEP:
                 request.operation = SHMC_OP_RECLAIM_STEP
+            elif status == SHMC_LIVE_FILES:
+                if not self._delete_live_files(
+                        request.paths[:request.paths_bytes], request.owner_nonce):
+                    return 0
+                request.operation = SHMC_OP_FILES_GONE
+                deadline_ns = <uint64_t>time.monotonic_ns() + <uint64_t>LOCK_DEADLINE_NS
             elif status == SHMC_BUSY:
                 PyErr_CheckSignals()
             elif status != SHMC_MORE:

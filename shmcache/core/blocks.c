@@ -172,8 +172,9 @@ enum shmc_status shmc_blocks_seal(struct shmc_handle *handle, struct shmc_reques
     return SHMC_OK;
 }
 
-/* WRITING, SEALED -> FREE: of the owner in the slot, which may be dead. */
-static enum shmc_status discard(struct shmc_handle *handle, uint64_t index, uint32_t slot)
+/* WRITING, SEALED -> FREE: of the owner in the slot, which may be dead. Counted, if so asked. */
+static enum shmc_status discard(struct shmc_handle *handle, uint64_t index, uint32_t slot,
+                                uint64_t *counter)
 {
     struct shmc_slab *slab;
     struct shmc_class *class;
@@ -187,6 +188,8 @@ static enum shmc_status discard(struct shmc_handle *handle, uint64_t index, uint
     if (status != SHMC_OK)
         return status;
     shmc_redo_set(handle, &owner->held, owner->held - 1);
+    if (counter != NULL)
+        shmc_redo_set(handle, counter, *counter + 1);
     shmc_redo_commit(handle);
     return shmc_retire_if_empty(handle, slab);
 }
@@ -196,7 +199,7 @@ enum shmc_status shmc_blocks_discard(struct shmc_handle *handle, struct shmc_req
     struct shmc_block *block;
     enum shmc_status status = find_private(handle, request, &block);
     if (status == SHMC_OK)
-        status = discard(handle, request->lease.block, handle->slot);
+        status = discard(handle, request->lease.block, handle->slot, NULL);
     if (status == SHMC_OK)
         shmc_unpin(handle, request->lease.block);
     return status;
@@ -224,14 +227,14 @@ static enum shmc_status yield_to(struct shmc_handle *handle, struct shmc_request
 {
     uint64_t own = request->lease.block;
     const struct shmc_block *block = block_at(handle, present);
+    SHMC_CHECK(shmc_fits_arena(handle, block->place, block->bytes));
     shmc_pin(handle, present); /* it is PUBLISHED, and stays so while the lock is held */
-    enum shmc_status status = discard(handle, own, handle->slot);
+    enum shmc_status status = discard(handle, own, handle->slot, &handle->control->duplicates);
     if (status != SHMC_OK) {
         shmc_unpin(handle, present);
         return status;
     }
     shmc_unpin(handle, own);
-    handle->control->duplicates++;
     request->lease = (struct shmc_lease){.block = present,
                                          .generation = block->generation,
                                          .place = block->place,
@@ -369,7 +372,7 @@ enum shmc_status shmc_blocks_reclaim(struct shmc_handle *handle, uint32_t slot,
                 state != SHMC_BLOCK_OF(SHMC_BLOCK_SEALED, slot))
                 continue;
             uint64_t before = handle->control->used_bytes;
-            enum shmc_status status = discard(handle, index, slot);
+            enum shmc_status status = discard(handle, index, slot, NULL);
             if (status != SHMC_OK)
                 return status;
             request->usage[SHMC_HOST] += before - handle->control->used_bytes;

@@ -11,14 +11,12 @@
 
 #include <string.h>
 
-/* The class of a block, or SHMC_CLASSES_MAX when that cannot be said. */
-static uint64_t class_of(const struct shmc_handle *handle, uint64_t block)
+/* The class of a block, or NULL when that cannot be said. */
+static const struct shmc_class *class_of(const struct shmc_handle *handle, uint64_t block)
 {
-    uint64_t slab = shmc_load_relaxed(&handle->blocks[block].place) / handle->header.slab_bytes;
-    if (slab >= handle->header.slabs_max)
-        return SHMC_CLASSES_MAX;
-    uint64_t class_index = SHMC_SLAB_CLASS(shmc_load_relaxed(&handle->slabs[slab].state));
-    return class_index < SHMC_CLASSES_MAX ? class_index : SHMC_CLASSES_MAX;
+    struct shmc_slab *slab;
+    struct shmc_class *class;
+    return shmc_slab_of(handle, block, &slab, &class) == SHMC_OK ? class : NULL;
 }
 
 static void count_word(const struct shmc_handle *handle, uint32_t slot, uint64_t word,
@@ -28,11 +26,9 @@ static void count_word(const struct shmc_handle *handle, uint32_t slot, uint64_t
         uint64_t block = word * 64 + (uint64_t)__builtin_ctzll(bits);
         if (block >= handle->header.geometry.blocks_max)
             return;
-        uint64_t class_index = class_of(handle, block);
+        const struct shmc_class *class = class_of(handle, block);
         uint64_t state = shmc_load_relaxed(&handle->blocks[block].state);
-        uint64_t bytes = class_index < SHMC_CLASSES_MAX
-                             ? shmc_load_relaxed(&handle->classes[class_index].block_bytes)
-                             : 0;
+        uint64_t bytes = class != NULL ? shmc_load_relaxed(&class->block_bytes) : 0;
         if (state == SHMC_BLOCK_OF(SHMC_BLOCK_WRITING, slot) ||
             state == SHMC_BLOCK_OF(SHMC_BLOCK_SEALED, slot)) {
             row->private_blocks++;
@@ -51,10 +47,10 @@ static void count_leased(const struct shmc_handle *handle, uint64_t word, uint64
         uint64_t block = word * 64 + (uint64_t)__builtin_ctzll(bits);
         if (block >= handle->header.geometry.blocks_max)
             return;
-        uint64_t class_index = class_of(handle, block);
-        if (class_index < SHMC_CLASSES_MAX &&
+        const struct shmc_class *class = class_of(handle, block);
+        if (class != NULL &&
             shmc_load_relaxed(&handle->blocks[block].state) == SHMC_BLOCK_PUBLISHED)
-            leased[class_index]++;
+            leased[class - handle->classes]++;
     }
 }
 

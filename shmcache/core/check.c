@@ -152,6 +152,11 @@ static void walk_owners(struct shmc_walk *walk)
             in_use++;
             if (owner->nonce == 0)
                 shmc_walk_report(walk, SHMC_PROBLEM_OWNER_NONCE, slot, 1, 0);
+            if (!shmc_paths_are_valid(owner->path, owner->path_bytes))
+                shmc_walk_report(walk, SHMC_PROBLEM_OWNER_PATHS, slot, SHMC_OWNER_PATH_BYTES,
+                                 owner->path_bytes);
+        } else if (owner->path_bytes != 0) {
+            shmc_walk_report(walk, SHMC_PROBLEM_OWNER_PATHS, slot, 0, owner->path_bytes);
         }
         shmc_walk_expect(walk, SHMC_PROBLEM_OWNER_HELD, slot, handle->scratch[slot], owner->held);
     }

@@ -5,6 +5,7 @@ cdef extern from "shmc.h" nogil:
         SHMC_OK
         SHMC_BUSY
         SHMC_MORE
+        SHMC_LIVE_FILES
         SHMC_FORKED
         SHMC_NOT_JOINED
         SHMC_STALE
@@ -67,6 +68,8 @@ cdef extern from "shmc.h" nogil:
         SHMC_OP_HELD
         SHMC_OP_RECLAIM_BEGIN
         SHMC_OP_RECLAIM_STEP
+        SHMC_OP_FILES_GONE
+        SHMC_OP_SET_PATHS
         SHMC_OP_CLAIM
         SHMC_OP_RELEASE_CLAIM
         SHMC_OP_ALLOCATE
@@ -129,6 +132,9 @@ cdef extern from "shmc.h" nogil:
 
     enum:
         SHMC_CLASSES_MAX
+        SHMC_OWNER_PATH_BYTES
+        SHMC_SESSION_COUNTERS_MAX
+        SHMC_GAUGES_MAX
         SHMC_QUEUE_PARKED
         SHMC_QUEUE_PROTECTED
         SHMC_QUEUE_DOOMED
@@ -212,6 +218,8 @@ cdef extern from "shmc.h" nogil:
         uint64_t owner_nonce
         uint64_t cursor
         uint64_t released
+        char *paths
+        uint64_t paths_bytes
         uint64_t attach_seq
         shmc_problem *problems
         uint32_t problems_max
@@ -275,6 +283,8 @@ cdef extern from "shmc.h" nogil:
     const void *shmc_read_address(const shmc_handle *handle, const shmc_lease *lease)
     void *shmc_write_address(const shmc_handle *handle, const shmc_lease *lease)
     uint64_t shmc_read_counter(const shmc_handle *handle, uint32_t slot, shmc_counter counter)
+    void shmc_tell(shmc_handle *handle, uint32_t word, uint64_t more)
+    uint64_t shmc_told(const shmc_handle *handle, uint32_t word)
     void shmc_census(const shmc_handle *handle, shmc_holding *rows, uint64_t *leased)
     uint64_t shmc_checksum(const void *data, uint64_t bytes)
     shmc_fidelity shmc_verify_lease(shmc_handle *handle, const shmc_lease *lease)
@@ -283,6 +293,8 @@ cdef extern from "shmc.h" nogil:
         const shmc_handle *handle, uint32_t slot, shmc_owner_view *view)
     shmc_verdict shmc_owner_verdict(shmc_handle *handle, const shmc_owner_view *view)
     uint32_t shmc_find_dead(shmc_handle *handle, shmc_owner_view *dead, uint32_t max)
+    uint64_t shmc_owner_paths(
+        const shmc_handle *handle, uint32_t slot, uint64_t nonce, char *paths)
     int shmc_owner_pidfd(shmc_handle *handle, const shmc_owner_view *view)
 
     void shmc_waiter_set(shmc_handle *handle, bint waiting)

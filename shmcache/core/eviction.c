@@ -16,6 +16,7 @@
 #include "internal.h"
 
 #define DRAIN_MAX 4096u /* ring entries drained while the lock is held: some hundred microseconds */
+#define DRAINS_MAX (16 * DRAIN_MAX) /* for one request */
 #define RUN_WINDOW 4096u /* a parent used so recently is of the run that its child is stored in */
 #define USES_MAX   0xffffu
 #define WALK_MAX   64u
@@ -96,7 +97,8 @@ static enum shmc_status insert_by_age(struct shmc_handle *handle, struct shmc_cl
 {
     uint64_t ends = shmc_redo_get(handle, &class->ends[queue]);
     uint32_t newest = SHMC_HIGH(ends), oldest = SHMC_LOW(ends);
-    SHMC_CHECK(newest <= blocks_max(handle) && oldest <= blocks_max(handle));
+    SHMC_CHECK(newest <= blocks_max(handle) && oldest <= blocks_max(handle) &&
+               (newest == 0) == (oldest == 0));
     if (oldest == 0)
         return insert_below(handle, class, queue, block, 0);
     uint64_t from = SHMC_POLICY_CLOCK(handle->blocks[oldest - 1].policy);
@@ -427,8 +429,7 @@ static void foresee(const struct shmc_handle *handle, const struct shmc_ring *ri
         }
     }
     if (tail + AHEAD / 2 < head) {
-        uint64_t block =
-            SHMC_NAMED_BLOCK(shmc_load_relaxed(&entries[(tail + AHEAD / 2) & mask]));
+        uint64_t block = SHMC_NAMED_BLOCK(shmc_load_relaxed(&entries[(tail + AHEAD / 2) & mask]));
         if (block < blocks_max(handle)) {
             uint64_t links = shmc_load_relaxed(&handle->blocks[block].links);
             prefetch_links(handle, SHMC_LOW(links));
@@ -464,10 +465,13 @@ enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle)
     return handle->slot == SHMC_NO_SLOT ? SHMC_OK : drain(handle, handle->slot, &budget);
 }
 
-/* MORE when the lock should be given to others before the rest. */
-enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle)
+/* MORE when the lock should be given to others before the rest. A request goes on after so many:
+ * all readers together may be faster than it, and would keep it here for ever. */
+enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle, struct shmc_request *request)
 {
     uint32_t budget = DRAIN_MAX;
+    if (request->drained >= DRAINS_MAX)
+        return SHMC_OK;
     for (uint32_t word = 0; word < SHMC_WAITER_WORDS; word++) {
         for (uint64_t active = handle->control->active[word]; active != 0; active &= active - 1) {
             uint32_t slot = word * 64 + (uint32_t)__builtin_ctzll(active);
@@ -475,8 +479,10 @@ enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle)
             enum shmc_status status = drain(handle, slot, &budget);
             if (status != SHMC_OK)
                 return status;
-            if (budget == 0)
+            if (budget == 0) {
+                request->drained += DRAIN_MAX;
                 return SHMC_MORE;
+            }
         }
     }
     return SHMC_OK;

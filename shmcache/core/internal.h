@@ -117,6 +117,15 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle);
 enum shmc_status shmc_owners_reclaim_begin(struct shmc_handle *handle,
                                            struct shmc_request *request);
 enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shmc_request *request);
+enum shmc_status shmc_owners_files_gone(struct shmc_handle *handle,
+                                        const struct shmc_request *request);
+
+/* paths.c; called with the lock held */
+bool shmc_paths_are_valid(const char *paths, uint64_t bytes);
+enum shmc_status shmc_paths_set(struct shmc_handle *handle, const struct shmc_request *request);
+enum shmc_status shmc_paths_forget(struct shmc_handle *handle, uint32_t slot);
+enum shmc_status shmc_paths_tell(const struct shmc_handle *handle, uint32_t slot,
+                                 struct shmc_request *request);
 
 /* accounts.c; called with the lock held */
 enum shmc_status shmc_accounts_register(struct shmc_handle *handle, struct shmc_request *request);
@@ -128,6 +137,8 @@ enum shmc_status shmc_accounts_release_manager(struct shmc_handle *handle, uint3
                                                struct shmc_token token);
 enum shmc_status shmc_accounts_release_reservation(struct shmc_handle *handle, uint32_t owner,
                                                    struct shmc_token token);
+enum shmc_status shmc_accounts_keep_disk(struct shmc_handle *handle, uint64_t index,
+                                         uint64_t *released);
 void shmc_accounts_report(struct shmc_handle *handle, struct shmc_report *report);
 enum shmc_status shmc_accounts_held(struct shmc_handle *handle, struct shmc_held *rows);
 uint64_t shmc_manager_bucket(const struct shmc_handle *handle, uint64_t id);
@@ -193,6 +204,11 @@ uint64_t *shmc_index_find(const struct shmc_handle *handle, const uint64_t *key,
 bool shmc_index_names(const struct shmc_handle *handle, uint64_t word, uint64_t block);
 bool shmc_index_put(struct shmc_handle *handle, const uint64_t *key, uint64_t block);
 
+static inline bool shmc_fits_arena(const struct shmc_handle *handle, uint64_t place, uint64_t bytes)
+{
+    return bytes <= handle->arena_bytes && place <= handle->arena_bytes - bytes;
+}
+
 /* pins.c */
 bool shmc_leaf_try(struct shmc_handle *handle);
 void shmc_leaf_enter(struct shmc_handle *handle);
@@ -212,6 +228,8 @@ uint64_t shmc_class_bytes(const struct shmc_handle *handle, uint64_t bytes);
 enum shmc_status shmc_class_find(struct shmc_handle *handle, uint64_t block_bytes,
                                  struct shmc_class **class);
 uint64_t shmc_slab_places(const struct shmc_handle *handle, uint64_t slab, uint64_t block_bytes);
+enum shmc_status shmc_class_of(const struct shmc_handle *handle, const struct shmc_slab *slab,
+                               struct shmc_class **class);
 enum shmc_status shmc_slab_of(const struct shmc_handle *handle, uint64_t block,
                               struct shmc_slab **slab, struct shmc_class **class);
 enum shmc_status shmc_slab_take(struct shmc_handle *handle, struct shmc_class *class,
@@ -242,7 +260,7 @@ enum shmc_status shmc_policy_unpark(struct shmc_handle *handle, struct shmc_clas
 enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_class *class,
                                      uint64_t block, bool protect);
 enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle);
-enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle);
+enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle, struct shmc_request *request);
 
 /* adaptive.c; called with the lock held */
 uint64_t shmc_adaptive_kind(uint64_t uses, uint64_t flags);

@@ -24,7 +24,7 @@
  *   pins           row of blocks_max bits per owner   its owner or a cleaner, no lock
  *   policy         4096 + 4 x ghosts_max              holder of the lock, plain; a hint
  *   rings          128 + 8 x ring_entries, per owner  its owner, no lock
- *   telemetry      512 x owners_max                   its owner, no lock; only grows
+ *   telemetry      512 x owners_max                   its owner, no lock
  *   events         64 x SHMC_EVENTS_MAX               anyone, no lock; a hint
  *   arena          arena_bytes, 2 MiB aligned         the owner of a WRITING block
  *
@@ -47,7 +47,7 @@
 #include <stdint.h>
 
 #define SHMC_MAGIC 0x45484341434d4853ull /* "SHMCACHE" in memory order */
-#define SHMC_VERSION 2u                  /* rises with any change of this file's meaning */
+#define SHMC_VERSION 3u                  /* rises with any change of this file's meaning */
 #define SHMC_PAGE_BYTES 4096u
 #define SHMC_AXES 4u                     /* device, host, transfer in flight, disk */
 #define SHMC_ARENA_ALIGN_BYTES (2u << 20) /* a huge page */
@@ -261,12 +261,14 @@ struct shmc_owner {
     uint64_t attach_seq;  /* [payload] order of attachment */
     /* [payload] 1: it holds an OFD lock on byte (nonce / 4) of the segment file */
     uint64_t exec_locked;
-    uint64_t path_bytes;  /* [its owner, release store, once] length of path; 0: none yet */
+    /* [redo record] of path; 0 when FREE. Not 0: files may be there, and what is charged for them
+     * is not given back before they are gone. */
+    uint64_t path_bytes;
     /* [its owner, one atomic store as it leaves] its nonce: "I am gone", said without the lock, so
      * that a handle that could not clean up does not hold for as long as its process lives. */
     uint64_t departed;
     uint64_t reserved[6];
-    /* [its owner, before path_bytes] directory of its live files */
+    /* [redo record] where its live files are: absolute paths, each ended by a zero byte */
     char path[SHMC_OWNER_PATH_BYTES];
 };
 
@@ -401,7 +403,7 @@ struct shmc_ring {
     uint64_t reserved_tail[7];
 };
 
-/* The counters of a telemetry row, in order. */
+/* The engine's counters of a telemetry row, in order. */
 enum shmc_counter {
     SHMC_COUNTER_HITS,        /* blocks leased by lookup and match */
     SHMC_COUNTER_MISSES,      /* keys asked for and not found */
@@ -410,9 +412,15 @@ enum shmc_counter {
     SHMC_COUNTERS,
 };
 
-/* Counters of one slot of the owner table, whoever was in it. */
+#define SHMC_SESSION_COUNTERS_MAX 32u /* those of sessions, numbered by telemetry/shared.py */
+#define SHMC_GAUGES_MAX           24u
+
+/* What a slot of the owner table tells, whoever was in it: the sum over all is the pool's. */
 struct shmc_telemetry_row {
-    uint64_t counters[64]; /* [its owner] only grow, survive the reuse of the slot */
+    uint64_t counters[8]; /* [its owner] enum shmc_counter; only grow, survive the slot's reuse */
+    uint64_t sessions[SHMC_SESSION_COUNTERS_MAX]; /* [its owner, atomic add] as counters */
+    /* [its owner, atomic add; zeroed by who cleans the slot] what its sessions have now */
+    uint64_t gauges[SHMC_GAUGES_MAX];
 };
 
 /* Something that people may want to know happened; may be overwritten or torn. */
@@ -449,6 +457,8 @@ SHMC_SIZE_IS(shmc_block, 128);
 SHMC_OFFSET_IS(shmc_block, parent, 64);
 SHMC_SIZE_IS(shmc_ring, 128);
 SHMC_SIZE_IS(shmc_telemetry_row, 512);
+SHMC_OFFSET_IS(shmc_telemetry_row, gauges, 320);
+_Static_assert((SHMC_COUNTERS) <= 8u, "the engine's counters have eight words");
 SHMC_SIZE_IS(shmc_event, 64);
 _Static_assert(sizeof(pthread_mutex_t) <= 64, "the mutex must fit its cache line");
 _Static_assert(SHMC_REDO_WORDS_MAX < 256, "the count lives in eight bits of the commit word");

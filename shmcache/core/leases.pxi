@@ -272,6 +272,7 @@ cdef class Block(Holding):
     cdef uint64_t _guard
     cdef bint _sealed
     cdef bint _published
+    cdef bint _busy  # being sealed or published by a thread that let others run
 
     cdef bint _writable(self) noexcept:
         return not self._sealed
@@ -309,6 +310,12 @@ cdef class Block(Holding):
         """The block's bytes; read-only once sealed."""
         return memoryview(self._view(0))
 
+    def release(self):
+        """Give the memory back. Raises BufferError while views live; a second call does nothing."""
+        if self._busy:
+            self._usable()
+        Holding.release(self)
+
     def seal(self):
         """Make the bytes immutable. Raises BufferError while views live."""
         if not self._sealed:
@@ -327,6 +334,12 @@ cdef class Block(Holding):
         self._refuse_views()
         return self._pool._publish(self, key, parent, protected)
 
+    cdef int _usable(self) except -1:
+        Holding._usable(self)
+        if self._busy:
+            raise ValueError("the Block is being sealed or published by another thread")
+        return 0
+
     cdef int _refuse_views(self) except -1:
         self._usable()
         if self._views:
@@ -335,7 +348,7 @@ cdef class Block(Holding):
 
     def __repr__(self):
         state = ("published" if self._published else "released" if self._released
-                 else "sealed" if self._sealed else "writing")
+                 else "busy" if self._busy else "sealed" if self._sealed else "writing")
         return f"<Block {state} nbytes={self._one.bytes} capacity={self._capacity}>"
 
 

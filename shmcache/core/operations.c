@@ -27,6 +27,7 @@ static bool needs_owner(enum shmc_operation operation)
     case SHMC_OP_DISCARD:
     case SHMC_OP_CLAIM:
     case SHMC_OP_RELEASE_CLAIM:
+    case SHMC_OP_SET_PATHS:
         return true;
     default:
         return false;
@@ -107,6 +108,10 @@ static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request
         return shmc_owners_reclaim_begin(handle, request);
     case SHMC_OP_RECLAIM_STEP:
         return shmc_owners_reclaim_step(handle, request);
+    case SHMC_OP_FILES_GONE:
+        return shmc_owners_files_gone(handle, request);
+    case SHMC_OP_SET_PATHS:
+        return shmc_paths_set(handle, request);
     default:
         return handle->arena_bytes != 0 ? dispatch_arena(handle, request) : SHMC_NO_ARENA;
     }
@@ -158,6 +163,7 @@ static bool gives_back(const struct shmc_request *request)
     case SHMC_OP_PUBLISH:
     case SHMC_OP_DISCARD:
     case SHMC_OP_INVALIDATE:
+    case SHMC_OP_PROTECT: /* or its end: the block can be evicted again */
     case SHMC_OP_EVICT:
     case SHMC_OP_RELEASE_CLAIM:
         return true;

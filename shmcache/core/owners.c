@@ -238,7 +238,7 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     if (slot == handle->header.geometry.owners_max)
         return SHMC_OWNERS_FULL;
     struct shmc_owner *owner = &handle->owners[slot];
-    SHMC_CHECK(owner->held == 0);
+    SHMC_CHECK(owner->held == 0 && owner->path_bytes == 0);
     /* The nonce first, each in order: shmc_owner_view() reads without the lock. */
     shmc_store_release(&owner->nonce, handle->nonce);
     shmc_store_release(&owner->pid, handle->pid);
@@ -246,7 +246,6 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     shmc_store_release(&owner->pidfs_inode, handle->pidfs_inode);
     shmc_store_release(&owner->attach_seq, control->attach_seq + 1);
     shmc_store_release(&owner->exec_locked, handle->exec_locked);
-    shmc_store_release(&owner->path_bytes, 0);
     shmc_redo_begin(handle, SHMC_OP_JOIN);
     shmc_redo_put(handle, &owner->state, SHMC_OWNER_ACTIVE);
     shmc_redo_put(handle, &control->attach_seq, control->attach_seq + 1);
@@ -316,13 +315,21 @@ static bool find_place(struct shmc_handle *handle, uint64_t *cursor, struct plac
     return false;
 }
 
-/* The entry at the place, given back if it is the slot's. */
+/* The entry at the place, given back if it is the slot's; as far as its files are gone. */
 static enum shmc_status release_at(struct shmc_handle *handle, uint32_t slot,
                                    const struct place *place, struct shmc_request *request)
 {
     const struct shmc_entry *entry = &place->table->entries[place->index];
     if (entry->state != SHMC_ENTRY_LIVE_OF(slot))
         return SHMC_OK;
+    if (place->table == &handle->managers && entry->usage[SHMC_DISK] != 0 &&
+        handle->owners[slot].path_bytes != 0) {
+        uint64_t released[SHMC_AXES];
+        enum shmc_status status = shmc_accounts_keep_disk(handle, place->index, released);
+        for (uint32_t axis = 0; axis < SHMC_AXES && status == SHMC_OK; axis++)
+            request->usage[axis] += released[axis];
+        return status;
+    }
     struct shmc_token token = {.index = place->index, .generation = entry->generation};
     enum shmc_status status = place->release(handle, slot, token);
     if (status != SHMC_OK)
@@ -363,8 +370,26 @@ static enum shmc_status free_slot(struct shmc_handle *handle, uint32_t slot)
     return SHMC_OK;
 }
 
+/* What the sessions of the dead have now is nothing; what they have done stays told. */
+static void clear_gauges(struct shmc_handle *handle, uint32_t slot)
+{
+    struct shmc_telemetry_row *rows = shmc_region(handle, SHMC_REGION_TELEMETRY);
+    for (uint32_t gauge = 0; gauge < SHMC_GAUGES_MAX; gauge++)
+        shmc_store_release(&rows[slot].gauges[gauge], 0);
+}
+
+enum shmc_status shmc_owners_files_gone(struct shmc_handle *handle,
+                                        const struct shmc_request *request)
+{
+    if (!names_owner(handle, request) ||
+        handle->owners[request->owner_slot].state != SHMC_OWNER_CLEANING)
+        return SHMC_STALE;
+    return shmc_paths_forget(handle, request->owner_slot);
+}
+
 /* One chunk: every release is a record of its own, so a killed cleaner leaves a shorter list. The
- * row of pins first: it names the blocks that count in held. */
+ * row of pins first: it names the blocks that count in held. What is charged for files comes last,
+ * when whoever asks has deleted them. */
 enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shmc_request *request)
 {
     uint32_t slot = request->owner_slot;
@@ -380,12 +405,16 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
     SHMC_CHECK(*handle->managers.mark <= handle->managers.max);
     SHMC_CHECK(*handle->reservations.mark <= handle->reservations.max);
     SHMC_CHECK(*handle->claims.mark <= handle->claims.max);
+    clear_gauges(handle, slot);
     enum shmc_status status = shmc_blocks_reclaim(handle, slot, request);
     if (status != SHMC_OK)
         return status;
+    bool has_files = handle->owners[slot].path_bytes != 0;
     struct place place;
     for (uint32_t looked = 0; handle->owners[slot].held != 0; looked++) {
         if (!find_place(handle, &request->cursor, &place)) {
+            if (has_files)
+                break;
             /* The caller began behind an entry: it may begin anew, unless nothing is there. */
             SHMC_CHECK(held_adds_up(handle, slot));
             request->cursor = 0;
@@ -398,5 +427,5 @@ enum shmc_status shmc_owners_reclaim_step(struct shmc_handle *handle, struct shm
             return status == SHMC_STALE ? SHMC_CORRUPT : status;
         request->cursor++;
     }
-    return free_slot(handle, slot);
+    return has_files ? shmc_paths_tell(handle, slot, request) : free_slot(handle, slot);
 }

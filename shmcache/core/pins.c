@@ -6,8 +6,8 @@
  * Contract    A pin is one bit: row of the owner, column of the block. Only its owner sets and
  *             clears it, or a cleaner of the dead owner under the lock. To lease: set the bit,
  *             then read the state, then compare the key; anything unexpected: undo and miss. To
- *             evict (blocks.c, under the lock): exchange the state to EVICTING, then read the bit
- *             in every active row; any set: put the state back. Both sides are seq_cst, so one
+ *             evict (room.c, under the lock): exchange the state to EVICTING, then read the bit in
+ *             every active row; any set: put the state back. Both sides are seq_cst, so one
  *             of them sees the other.
  * Invariants  G3, G4. A bit is set while the process's count for its block is not 0: count and bit
  *             change together under the leaf lock, failed attempts included, for a second thread
@@ -26,6 +26,8 @@
 
 #define SPINS_BEFORE_YIELD 200u
 #define MATCH_CHUNK 32u /* keys in flight at once: hides the misses of one behind the others */
+#define DECISION_NS 50000000ull /* one wait for the lock, when a block's fate is open */
+#define DECISION_WAITS_MAX 200u
 
 /* ---- the leaf lock ------------------------------------------------------------------------- */
 
@@ -98,7 +100,7 @@ bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block)
     uint64_t row_words = shmc_pin_row_bytes(handle->header.geometry.blocks_max) / sizeof(uint64_t);
     const uint64_t *column = shmc_pin_row(handle, 0) + block / 64;
     for (uint32_t word = 0; word * 64 < handle->header.geometry.owners_max; word++) {
-        uint64_t active = handle->control->active[word];
+        uint64_t active = shmc_load_relaxed(&handle->control->active[word]);
         for (; active != 0; active &= active - 1) {
             uint64_t slot = word * 64 + (uint64_t)__builtin_ctzll(active);
             if (slot >= handle->header.geometry.owners_max)
@@ -159,11 +161,6 @@ static void note_hits(struct shmc_handle *handle, const struct shmc_lease *lease
 
 /* ---- leasing ------------------------------------------------------------------------------- */
 
-static bool fits_arena(const struct shmc_handle *handle, uint64_t place, uint64_t bytes)
-{
-    return bytes <= handle->arena_bytes && place <= handle->arena_bytes - bytes;
-}
-
 /* What a pinned block is, if it is published under the key and lies in the arena. */
 static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const uint64_t *key,
                         struct shmc_lease *lease)
@@ -179,7 +176,7 @@ static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const 
         .place = shmc_load_relaxed(&block->place),
         .bytes = shmc_load_relaxed(&block->bytes),
     };
-    return shmc_same_key(block->key, key) && fits_arena(handle, lease->place, lease->bytes);
+    return shmc_same_key(block->key, key) && shmc_fits_arena(handle, lease->place, lease->bytes);
 }
 
 /* One entry of a bucket: pin what it names, look, undo when it is something else. */
@@ -346,8 +343,21 @@ void shmc_release(struct shmc_handle *handle, const struct shmc_lease *leases,
         shmc_wake_waiters(handle);
 }
 
+/* The state of a block that nobody is trying: EVICTING lasts no longer than the lock is held. */
+static uint64_t decided_state(struct shmc_handle *handle, const struct shmc_block *block)
+{
+    uint64_t state = SHMC_BLOCK_STATE(shmc_load_seq_cst(&block->state));
+    for (uint32_t waits = 0; state == SHMC_BLOCK_EVICTING && waits < DECISION_WAITS_MAX; waits++) {
+        struct shmc_request request = {.operation = SHMC_OP_REPORT};
+        shmc_perform(handle, &request, DECISION_NS);
+        state = SHMC_BLOCK_STATE(shmc_load_seq_cst(&block->state));
+    }
+    return state;
+}
+
 /* In a forked child, whose handle is new: leases the very blocks that the parent's views show, if
- * they still are what they were. */
+ * they still are what they were. A miss would not do here: a block that is leased may be tried for
+ * eviction at any moment, and stays. */
 bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease)
 {
     if (may_lease(handle) != SHMC_OK || lease->block >= handle->header.geometry.blocks_max)
@@ -355,12 +365,12 @@ bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease
     const struct shmc_block *block = &handle->blocks[lease->block];
     shmc_leaf_enter(handle);
     shmc_pin(handle, lease->block);
-    uint64_t state = SHMC_BLOCK_STATE(shmc_load_seq_cst(&block->state));
+    shmc_leaf_leave(handle);
+    uint64_t state = decided_state(handle, block);
     bool same = (state == SHMC_BLOCK_PUBLISHED || state == SHMC_BLOCK_DOOMED) &&
                 shmc_load_relaxed(&block->generation) == lease->generation;
     if (!same)
-        shmc_unpin(handle, lease->block);
-    shmc_leaf_leave(handle);
+        shmc_release(handle, lease, 1);
     return same;
 }
 
@@ -379,4 +389,27 @@ uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
 {
     const struct shmc_telemetry_row *rows = shmc_region(handle, SHMC_REGION_TELEMETRY);
     return shmc_load_relaxed(&rows[slot].counters[counter]);
+}
+
+/* The sessions' words of a row follow each other. */
+static uint64_t *told_word(const struct shmc_handle *handle, uint32_t slot, uint32_t word)
+{
+    struct shmc_telemetry_row *row =
+        (struct shmc_telemetry_row *)shmc_region(handle, SHMC_REGION_TELEMETRY) + slot;
+    return word < SHMC_SESSION_COUNTERS_MAX ? &row->sessions[word]
+                                            : &row->gauges[word - SHMC_SESSION_COUNTERS_MAX];
+}
+
+void shmc_tell(struct shmc_handle *handle, uint32_t word, uint64_t more)
+{
+    if (handle->slot != SHMC_NO_SLOT && word < SHMC_SESSION_WORDS)
+        shmc_add_relaxed(told_word(handle, handle->slot, word), more);
+}
+
+uint64_t shmc_told(const struct shmc_handle *handle, uint32_t word)
+{
+    uint64_t sum = 0;
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        sum += shmc_load_relaxed(told_word(handle, slot, word));
+    return sum;
 }

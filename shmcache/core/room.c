@@ -283,10 +283,11 @@ static enum shmc_status evict_any(struct shmc_handle *handle)
 
 /* Looks until a block became FREE, of the class, or of any for NULL. Chunked: MORE keeps its place
  * in request->cursor, which ends the search when each candidate was looked at. */
-enum shmc_status shmc_evict_some(struct shmc_handle *handle, struct shmc_class *class,
-                                 struct shmc_request *request)
+static enum shmc_status evict_some(struct shmc_handle *handle, struct shmc_class *class,
+                                   struct shmc_request *request)
 {
     uint64_t candidates = class != NULL ? class->used : handle->control->used_blocks;
+    SHMC_CHECK(candidates <= handle->header.geometry.blocks_max);
     for (uint32_t looks = 0; looks < LOOKS_MAX; looks++) {
         enum shmc_status status = class != NULL ? evict_one(handle, class) : evict_any(handle);
         if (status != SHMC_PINNED)
@@ -299,13 +300,13 @@ enum shmc_status shmc_evict_some(struct shmc_handle *handle, struct shmc_class *
 
 enum shmc_status shmc_blocks_evict(struct shmc_handle *handle, struct shmc_request *request)
 {
-    enum shmc_status status = shmc_policy_drain_all(handle);
+    enum shmc_status status = shmc_policy_drain_all(handle, request);
     request->released = 0;
     for (uint32_t looks = 0; status == SHMC_OK && looks < LOOKS_MAX; looks++) {
         uint64_t before = handle->control->used_bytes;
         if (request->released >= request->bytes)
             return SHMC_OK;
-        status = shmc_evict_some(handle, NULL, request);
+        status = evict_some(handle, NULL, request);
         if (status == SHMC_OK)
             request->released += before - handle->control->used_bytes;
     }
@@ -317,7 +318,7 @@ enum shmc_status shmc_blocks_evict(struct shmc_handle *handle, struct shmc_reque
 /* Whether nothing in the slab is in use or private. */
 static bool is_evictable(const struct shmc_handle *handle, const struct shmc_slab *slab)
 {
-    uint64_t next = slab->chain;
+    uint64_t next = slab->mark <= handle->header.geometry.blocks_max ? slab->chain : 0;
     for (uint64_t steps = 0; next != 0 && steps < slab->mark; steps++) {
         if (next > handle->header.geometry.blocks_max)
             return false;
@@ -360,9 +361,12 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
 {
     SHMC_CHECK(handle->control->draining <= handle->header.slabs_max);
     struct shmc_slab *slab = &handle->slabs[handle->control->draining - 1];
+    struct shmc_class *class;
+    enum shmc_status status = shmc_class_of(handle, slab, &class);
+    if (status != SHMC_OK)
+        return status;
     SHMC_CHECK(SHMC_SLAB_STATE(slab->state) == SHMC_SLAB_DRAINING &&
-               SHMC_SLAB_CLASS(slab->state) < SHMC_CLASSES_MAX);
-    struct shmc_class *class = &handle->classes[SHMC_SLAB_CLASS(slab->state)];
+               slab->mark <= handle->header.geometry.blocks_max);
     if (slab->used == 0)
         return shmc_slab_retire(handle, slab);
     uint64_t next = slab->chain;
@@ -376,8 +380,7 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
             continue;
         bool can_go =
             block->state == SHMC_BLOCK_PUBLISHED && (block->flags & SHMC_BLOCK_PROTECTED) == 0;
-        enum shmc_status status =
-            can_go ? evict(handle, index, slab, class) : (enum shmc_status)SHMC_PINNED;
+        status = can_go ? evict(handle, index, slab, class) : SHMC_PINNED;
         if (status == SHMC_PINNED) {
             status = shmc_slab_drain_cancel(handle, slab, class);
             return status == SHMC_OK ? SHMC_PINNED : status;
@@ -386,6 +389,7 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
             return status;
         evictions++;
     }
+    SHMC_CHECK(evictions != 0); /* all blocks of a slab are in its chain, and some are in use */
     return SHMC_MORE;
 }
 
@@ -419,7 +423,7 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
                                 struct shmc_request *request)
 {
     uint64_t others;
-    enum shmc_status status = shmc_policy_drain_all(handle);
+    enum shmc_status status = shmc_policy_drain_all(handle, request);
     if (status != SHMC_OK)
         return status;
     uint64_t own = shmc_policy_age(handle, class);
@@ -430,7 +434,7 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
         if (status != SHMC_ARENA_FULL)
             return status;
     }
-    status = shmc_evict_some(handle, class, request);
+    status = evict_some(handle, class, request);
     if (status == SHMC_ARENA_FULL && !other_first)
         status = drain_other(handle, class);
     return status;
@@ -439,8 +443,8 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
 /* Room on the host axis, which is one for all classes. */
 enum shmc_status shmc_make_host_room(struct shmc_handle *handle, struct shmc_request *request)
 {
-    enum shmc_status status = shmc_policy_drain_all(handle);
+    enum shmc_status status = shmc_policy_drain_all(handle, request);
     if (status == SHMC_OK)
-        status = shmc_evict_some(handle, NULL, request);
+        status = evict_some(handle, NULL, request);
     return status == SHMC_ARENA_FULL ? SHMC_BUDGET_EXCEEDED : status;
 }

@@ -13,11 +13,11 @@
  * Files:      layout.h the bytes; atomics.h memory orders; os_linux.c system calls; lock.c the
  *             lock; redo.c atomic change and its recovery; segment.c format, open, close;
  *             process.c what this process has open, and fork; owners.c who is attached and who is
- *             dead; accounts.c managers, reservations, totals; operations.c one request; check.c
- *             and check_arena.c walk everything. The arena: index.c from a key to a block;
- *             pins.c leasing without the lock; blocks.c a block as its owner sees it; room.c how
- *             it goes; slabs.c which memory has which size; eviction.c who goes first; claims.c
- *             who is making what; census.c, checksum.c.
+ *             dead; paths.c where an owner has files; accounts.c managers, reservations, totals;
+ *             operations.c one request; check.c and check_arena.c walk everything. The arena:
+ *             index.c from a key to a block; pins.c leasing without the lock; blocks.c a block as
+ *             its owner sees it; room.c how it goes; slabs.c which memory has which size;
+ *             eviction.c who goes first; claims.c who is making what; census.c, checksum.c.
  */
 #ifndef SHMC_H
 #define SHMC_H
@@ -32,6 +32,7 @@
     X(OK, 0, "done")                                                                               \
     X(BUSY, 1, "the lock was not free within the wait; nothing changed")                           \
     X(MORE, 1, "a chunk of reclaim is done and more remains")                                      \
+    X(LIVE_FILES, 1, "the rest of reclaim waits until the owner's live files are deleted")         \
     X(FORKED, 1, "this handle was opened by an ancestor; open anew in this process")               \
     X(NOT_JOINED, 1, "the handle has no owner slot yet")                                           \
     X(STALE, 0, "the named entry or owner is gone; nothing changed")                               \
@@ -161,9 +162,12 @@ enum shmc_operation {
     SHMC_OP_REPORT,              /* out: report */
     SHMC_OP_HELD,                /* in: held_rows[owners_max]; out: rows filled */
     SHMC_OP_RECLAIM_BEGIN,       /* in: owner_slot, owner_nonce */
-    /* in: owner_slot, owner_nonce, cursor; out: released, usage; MORE until the slot is FREE */
+    /* in: owner_slot, owner_nonce, cursor; out: released, usage; MORE until the slot is FREE, or
+     * LIVE_FILES until FILES_GONE was said; then out: paths[SHMC_OWNER_PATH_BYTES], paths_bytes */
     SHMC_OP_RECLAIM_STEP,
-    SHMC_OP_CLAIM,         /* in: key; out: token, or CLAIMED with owner_slot and owner_nonce */
+    SHMC_OP_FILES_GONE, /* in: owner_slot, owner_nonce of an owner that is being reclaimed */
+    SHMC_OP_SET_PATHS,  /* in: paths, paths_bytes: all directories that may have live files now */
+    SHMC_OP_CLAIM,      /* in: key; out: token, or CLAIMED with owner_slot and owner_nonce */
     SHMC_OP_RELEASE_CLAIM, /* in: token */
     /* in: bytes, manager as id, token of a reservation to consume; out: lease, capacity. MORE: the
      * same request again, it keeps its place in cursor */
@@ -243,6 +247,7 @@ struct shmc_held {
     X(OWNER_STATE, "an owner slot has an impossible state")                                        \
     X(OWNER_NONCE, "an owner slot in use has no nonce")                                            \
     X(OWNER_HELD, "what an owner holds differs from its recount")                                  \
+    X(OWNER_PATHS, "the directories of an owner's live files are no list of absolute paths")       \
     X(MANAGER_COUNT, "the number of managers differs from its recount")                            \
     X(MANAGER_STATE, "a manager entry has an impossible state")                                    \
     X(MANAGER_OWNER, "a manager entry names a slot that is not in use")                            \
@@ -305,7 +310,10 @@ struct shmc_request {
     uint64_t owner_nonce;
     uint64_t cursor;
     uint64_t row_cursor; /* of a reclaim: words of the row of pins */
+    uint64_t drained;    /* ring entries that were looked at before the request itself */
     uint64_t released;   /* entries given back by a reclaim step; bytes freed by an eviction */
+    char *paths;         /* as in an owner's slot; NULL: not asked for */
+    uint64_t paths_bytes;
     uint64_t bytes;
     uint64_t capacity; /* bytes charged for the block */
     bool has_manager;
@@ -371,6 +379,13 @@ uint8_t *shmc_write_address(const struct shmc_handle *handle, const struct shmc_
 uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
                            enum shmc_counter counter);
 
+/* What sessions tell: words of their part of a telemetry row, counters and then gauges. */
+#define SHMC_SESSION_WORDS (SHMC_SESSION_COUNTERS_MAX + SHMC_GAUGES_MAX)
+/* Adds, modulo 2^64, to a word of the handle's own row. */
+void shmc_tell(struct shmc_handle *handle, uint32_t word, uint64_t more);
+/* The sum of a word over all rows; a hint while owners are being cleaned up after. */
+uint64_t shmc_told(const struct shmc_handle *handle, uint32_t word);
+
 /* ---- census.c: who leases what, counted without the lock ----------------------------------- */
 
 struct shmc_holding {
@@ -427,6 +442,11 @@ enum shmc_verdict shmc_owner_verdict(struct shmc_handle *handle,
 /* Finds slots to clean: owners proved dead, and slots left CLEANING. Returns how many of at most
  * max. */
 uint32_t shmc_find_dead(struct shmc_handle *handle, struct shmc_owner_view *dead, uint32_t max);
+
+/* Where the owner has live files, as in its slot; returns the bytes, 0 when none are to be had.
+ * paths[SHMC_OWNER_PATH_BYTES]. Read without the lock: a hint. */
+uint64_t shmc_owner_paths(const struct shmc_handle *handle, uint32_t slot, uint64_t nonce,
+                          char *paths);
 
 /* A descriptor that becomes readable when the owner dies, or -1. Belongs to the handle. */
 int shmc_owner_pidfd(struct shmc_handle *handle, const struct shmc_owner_view *view);

@@ -19,7 +19,8 @@
 #include "atomics.h"
 #include "internal.h"
 
-#define LINE_BYTES 64u
+#define LINE_BYTES      64u
+#define FORGOTTEN_LOOKS 64u /* slabs of each class */
 
 static uint64_t align_up(uint64_t value, uint64_t alignment)
 {
@@ -46,17 +47,26 @@ uint64_t shmc_slab_places(const struct shmc_handle *handle, uint64_t slab, uint6
     return slab_length(handle, slab) / block_bytes;
 }
 
+/* The class of a slab that is not FREE. This and the next may be asked without the lock, for an
+ * answer that was right a moment ago. */
+enum shmc_status shmc_class_of(const struct shmc_handle *handle, const struct shmc_slab *slab,
+                               struct shmc_class **class)
+{
+    uint64_t state = shmc_load_relaxed(&slab->state);
+    SHMC_CHECK(SHMC_SLAB_STATE(state) != SHMC_SLAB_FREE &&
+               SHMC_SLAB_CLASS(state) < SHMC_CLASSES_MAX);
+    *class = &handle->classes[SHMC_SLAB_CLASS(state)];
+    SHMC_CHECK(shmc_load_relaxed(&(*class)->block_bytes) != 0);
+    return SHMC_OK;
+}
+
 enum shmc_status shmc_slab_of(const struct shmc_handle *handle, uint64_t block,
                               struct shmc_slab **slab, struct shmc_class **class)
 {
-    uint64_t index = handle->blocks[block].place / handle->header.slab_bytes;
-    SHMC_CHECK(index < handle->header.slabs_max);
-    *slab = &handle->slabs[index];
-    uint64_t class_index = SHMC_SLAB_CLASS((*slab)->state);
-    SHMC_CHECK(SHMC_SLAB_STATE((*slab)->state) != SHMC_SLAB_FREE && class_index < SHMC_CLASSES_MAX);
-    *class = &handle->classes[class_index];
-    SHMC_CHECK((*class)->block_bytes != 0);
-    return SHMC_OK;
+    uint64_t place = shmc_load_relaxed(&handle->blocks[block].place);
+    SHMC_CHECK(place < handle->arena_bytes);
+    *slab = &handle->slabs[place / handle->header.slab_bytes];
+    return shmc_class_of(handle, *slab, class);
 }
 
 /* ---- the list of slabs with a free place --------------------------------------------------- */
@@ -131,16 +141,18 @@ enum shmc_status shmc_class_find(struct shmc_handle *handle, uint64_t block_byte
 enum shmc_status shmc_slab_retire(struct shmc_handle *handle, struct shmc_slab *slab)
 {
     struct shmc_control *control = handle->control;
-    uint64_t class_index = SHMC_SLAB_CLASS(slab->state);
-    SHMC_CHECK(slab->used == 0 && class_index < SHMC_CLASSES_MAX && control->slabs_used > 0);
-    struct shmc_class *class = &handle->classes[class_index];
+    struct shmc_class *class;
+    enum shmc_status status = shmc_class_of(handle, slab, &class);
+    if (status != SHMC_OK)
+        return status;
+    SHMC_CHECK(slab->used == 0 && control->slabs_used > 0);
     uint32_t first = SHMC_HIGH(slab->free);
     uint32_t last = SHMC_LOW(slab->free);
     SHMC_CHECK(class->slabs > 0 && last <= handle->header.geometry.blocks_max &&
                (first == 0) == (last == 0) && (first == 0) == (slab->mark == 0));
     shmc_redo_begin(handle, SHMC_OP_ALLOCATE);
     if (SHMC_SLAB_STATE(slab->state) == SHMC_SLAB_ASSIGNED) {
-        enum shmc_status status = partial_remove(handle, class, slab);
+        status = partial_remove(handle, class, slab);
         if (status != SHMC_OK)
             return status;
     }
@@ -192,17 +204,19 @@ static enum shmc_status take_free(struct shmc_handle *handle, uint64_t block_byt
     return SHMC_ARENA_FULL;
 }
 
-/* A slab that a killed allocator left assigned and empty. */
+/* A slab that somebody who was killed left assigned and empty. */
 static enum shmc_status retire_forgotten(struct shmc_handle *handle, const struct shmc_class *class)
 {
     for (uint32_t i = 0; i < SHMC_CLASSES_MAX; i++) {
         const struct shmc_class *other = &handle->classes[i];
-        if (other == class || other->slabs == 0 || other->partial == 0)
-            continue;
-        SHMC_CHECK(other->partial <= handle->header.slabs_max);
-        struct shmc_slab *slab = &handle->slabs[other->partial - 1];
-        if (slab->used == 0)
-            return shmc_slab_retire(handle, slab);
+        uint64_t next = other != class && other->slabs != 0 ? other->partial : 0;
+        for (uint32_t looks = 0; next != 0 && looks < FORGOTTEN_LOOKS; looks++) {
+            SHMC_CHECK(next <= handle->header.slabs_max);
+            struct shmc_slab *slab = &handle->slabs[next - 1];
+            if (slab->used == 0)
+                return shmc_slab_retire(handle, slab);
+            next = SHMC_HIGH(slab->links);
+        }
     }
     return SHMC_ARENA_FULL;
 }
@@ -221,9 +235,11 @@ static enum shmc_status assign(struct shmc_handle *handle, struct shmc_class *cl
         return SHMC_ARENA_FULL; /* a place is of no use without a descriptor */
     shmc_redo_begin(handle, SHMC_OP_ALLOCATE);
     enum shmc_status status = take_free(handle, class->block_bytes, &index);
-    if (status == SHMC_ARENA_FULL && retire_forgotten(handle, class) == SHMC_OK) {
+    if (status == SHMC_ARENA_FULL) {
+        status = retire_forgotten(handle, class);
         shmc_redo_begin(handle, SHMC_OP_ALLOCATE);
-        status = take_free(handle, class->block_bytes, &index);
+        if (status == SHMC_OK)
+            status = take_free(handle, class->block_bytes, &index);
     }
     if (status != SHMC_OK)
         return status;
@@ -265,6 +281,14 @@ static enum shmc_status bind(struct shmc_handle *handle, struct shmc_slab *slab,
     return SHMC_OK;
 }
 
+/* Whether this is a place of the slab that ever had a block. */
+static bool is_place_of(const struct shmc_handle *handle, const struct shmc_slab *slab,
+                        uint64_t block_bytes, uint64_t place)
+{
+    uint64_t offset = place - (uint64_t)(slab - handle->slabs) * handle->header.slab_bytes;
+    return offset % block_bytes == 0 && offset / block_bytes < slab->mark;
+}
+
 /* Puts "this FREE block of the class is in use" into the record that the caller began. When it says
  * ARENA_FULL, the record holds nothing. */
 static enum shmc_status take_from(struct shmc_handle *handle, struct shmc_class *class,
@@ -280,9 +304,11 @@ static enum shmc_status take_from(struct shmc_handle *handle, struct shmc_class 
         SHMC_CHECK(first <= handle->header.geometry.blocks_max &&
                    handle->blocks[first - 1].state == SHMC_BLOCK_FREE);
         *index = first - 1;
+        SHMC_CHECK(is_place_of(handle, slab, class->block_bytes, handle->blocks[*index].place));
         uint32_t next = SHMC_LOW(handle->blocks[*index].links);
         shmc_redo_put(handle, &slab->free, next == 0 ? 0 : SHMC_PAIR(next, SHMC_LOW(slab->free)));
     } else {
+        SHMC_CHECK(slab->mark < places);
         enum shmc_status status = bind(handle, slab, class->block_bytes, index);
         if (status != SHMC_OK)
             return status;

@@ -28,8 +28,8 @@ def shm_permissions(host: Host) -> Verdict:
     if not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
         return Verdict(_FAIL, f"{found}, not writable for user {host.uid}", f"chmod 1777 {SHM}")
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        found += ": anybody may remove a pool's name"
-        return Verdict(_WARN, found, f"chmod 1777 {SHM}")
+        found += ": whoever writes there may remove a pool's name"
+        return Verdict(_NOTE, found, f"chmod 1777 {SHM}, unless all are one user's (emptyDir)")
     return Verdict(_OK, f"{found}; files of pools have the mode they were made with, not the umask")
 
 
@@ -49,7 +49,7 @@ def segments(host: Host) -> Verdict:
     if dead:
         advice = "shmcache reclaim NAME; run shmcache supervise NAME"
         return Verdict(_NOTE, f"dead processes hold something of: {_names(dead)}", advice)
-    return Verdict(_OK, f"{len(sights)} pools, all usable" if sights else "no pools")
+    return Verdict(_OK, f"usable pools: {len(sights)}")
 
 
 def leftovers(host: Host) -> Verdict:
@@ -70,7 +70,7 @@ def strangers(host: Host) -> Verdict:
     total = sum(sizes.values())
     if not sizes:
         return Verdict(_OK, "nothing of other programs")
-    found = f"{len(sizes)} files of other programs, {size_text(total)}"
+    found = f"{size_text(total)} in files of other programs"
     if host.shm is None or total < host.shm.size_bytes // 10:
         return Verdict(_OK, found)
     largest = sorted(sizes, key=lambda name: -sizes[name])

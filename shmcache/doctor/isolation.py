@@ -9,6 +9,7 @@ from typing import Final
 from shmcache.doctor.host import CheckStatus, Host, Verdict
 
 _ONE_NAMESPACE: Final = "share it between all workers: --pid=container:NAME, shareProcessNamespace"
+_FIRST_PID_NAMESPACE: Final = "pid:[4026531836]"  # of every kernel
 _SYSTEM_UID_MAX: Final = 999  # what systemd takes for system users
 # As logind reads them, the later ones first.
 _LOGIND: Final = (
@@ -26,8 +27,8 @@ def pid_namespace(host: Host) -> Verdict:
     if mine != childs and childs is not None:
         found = "children of this process are in another PID namespace"
         return Verdict(_FAIL, found, "fork once more before you attach (unshare --fork)")
-    if len(host.status.get("NSpid", "").split()) > 1:
-        return Verdict(_NOTE, f"a nested one, {mine}", _ONE_NAMESPACE)
+    if mine not in (None, _FIRST_PID_NAMESPACE):
+        return Verdict(_NOTE, f"one of a container, {mine}", _ONE_NAMESPACE)
     return Verdict(_OK, mine or "not known")
 
 

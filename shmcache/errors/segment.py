@@ -63,6 +63,7 @@ class SegmentError(ContractError):
     NoSpace: TypeAlias = "_SegmentNoSpace"
     OwnersFull: TypeAlias = "_SegmentOwnersFull"
     TableFull: TypeAlias = "_SegmentTableFull"
+    LiveDirectoriesFull: TypeAlias = "_SegmentLiveDirectoriesFull"
     LockHeld: TypeAlias = "_SegmentLockHeld"
     Retired: TypeAlias = "_SegmentRetired"
     Corrupt: TypeAlias = "_SegmentCorrupt"
@@ -145,6 +146,18 @@ class _SegmentTableFull(SegmentError):
 
     table: str
     capacity: int
+
+
+@variant(
+    "the directories of this process's live files need {needed:size} in the pool, "
+    "there are {available:size}",
+    hint="let its sessions share directories, or choose shorter paths",
+)
+class _SegmentLiveDirectoriesFull(SegmentError):
+    """Each path counts with one byte more than it has."""
+
+    needed: int
+    available: int
 
 
 @variant(

@@ -14,8 +14,10 @@ import time
 from enum import Enum
 
 import msgspec
+from msgspec.structs import astuple
 
 from shmcache import _core
+from shmcache.pool.live_files import UndeletedFiles
 from shmcache.pool.values import CachePoolUsage
 
 
@@ -43,7 +45,7 @@ class OwnerRecord(msgspec.Struct, frozen=True):
     """One owner slot in use.
 
     `cleaning` means that the owner is leaving, or is being reclaimed. `usage` is the sum of its
-    managers' publications and of its reservations.
+    managers' publications and of its reservations. Below `live_places` it may have files.
     """
 
     slot: int
@@ -57,16 +59,26 @@ class OwnerRecord(msgspec.Struct, frozen=True):
     managers: int
     reservations: int
     usage: CachePoolUsage
+    live_places: tuple[str, ...] = ()
 
 
 class ReclaimedOwner(msgspec.Struct, frozen=True):
-    """A dead owner and what was given back for it; `entries` counts managers and reservations."""
+    """A dead owner and what was given back for it; `entries` counts managers and reservations.
+
+    While some of its files are `undeleted`, the disk charge of its managers stays.
+    """
 
     slot: int
     pid: int
     nonce: int
     entries: int
     usage: CachePoolUsage
+    undeleted: tuple[UndeletedFiles, ...] = ()
+
+    @property
+    def gave_back(self) -> bool:
+        """Whether anything was, if only the slot."""
+        return bool(self.entries or not self.undeleted or any(astuple(self.usage)))
 
 
 class VerifyProblem(msgspec.Struct, frozen=True):

@@ -29,8 +29,8 @@ from typing import Any, Self
 from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
-from shmcache.pool.arena import ArenaPool
 from shmcache.pool.host import host_errors
+from shmcache.pool.live_files import LiveFilesPool, decoded
 from shmcache.pool.owners import (
     POOL_STATES,
     OwnerRecord,
@@ -60,7 +60,7 @@ _OPEN_RETRY_SECONDS = 0.002
 _open_pools: weakref.WeakValueDictionary[int, CacheResidencyPool] = weakref.WeakValueDictionary()
 
 
-class CacheResidencyPool(ArenaPool):
+class CacheResidencyPool(LiveFilesPool):
     """One process's handle of a pool. See the module for what holds of every method.
 
     `CacheResidencyPool(limits)` makes an anonymous pool: the same engine in memory without a name,
@@ -167,6 +167,7 @@ class CacheResidencyPool(ArenaPool):
         try:
             names.require_ours(observer.fileno())  # before it is retired for nothing
             observer._retire_unused(force)
+            observer.delete_files_of_the_dead()
             names.remove_name(name, observer.fileno())
         finally:
             observer.close()
@@ -178,6 +179,7 @@ class CacheResidencyPool(ArenaPool):
         return pool
 
     def _take(self, fd: int, name: str, *, owns_slot: bool = True) -> None:
+        self._places, self._undeleted = {}, {}
         self._attach(fd, name, CachePoolLimits, owns_slot)
         _open_pools[id(self)] = self
 
@@ -265,20 +267,27 @@ class CacheResidencyPool(ArenaPool):
                 managers=held[slot][0],
                 reservations=held[slot][1],
                 usage=held[slot][2],
+                live_places=decoded(self._owner_paths(slot, nonce)),
             )
             for slot, state, nonce, pid, ticks, attach_seq, verdict in self._owner_rows()
         )
 
-    def sweep(self) -> tuple[ReclaimedOwner, ...]:
+    def sweep(self, *, forget_files: bool = False) -> tuple[ReclaimedOwner, ...]:
         """Give back everything held by owners that are proved dead; returns what was given back.
 
         Of an owner that several sweep at once, each returns the part that it gave back itself.
+        Live files are deleted before their charge is released; `forget_files` releases it also for
+        files that cannot be deleted, which are then nobody's.
         """
-        return tuple(
-            ReclaimedOwner(slot, pid, nonce, *given_back)
-            for slot, nonce, pid in self._find_dead()
-            if (given_back := self._reclaim(slot, nonce)) is not None
-        )
+        swept = []
+        for slot, nonce, pid in self._find_dead():
+            self._undeleted.pop(nonce, None)
+            given_back = self._reclaim(slot, nonce, forget_files)
+            undeleted = self._undeleted.pop(nonce, ())
+            if given_back is not None or undeleted:
+                entries, usage = given_back or (0, CachePoolUsage())
+                swept.append(ReclaimedOwner(slot, pid, nonce, entries, usage, undeleted))
+        return tuple(swept)
 
     def verify(self) -> VerifyReport:
         """Recount and walk everything. A finding poisons the pool: every later call says so.

@@ -36,6 +36,7 @@ from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
 from shmcache.pool.host import host_errors
+from shmcache.pool.live_files import UndeletedFiles
 from shmcache.pool.owners import ReclaimedOwner
 from shmcache.pool.pool import CacheResidencyPool
 
@@ -93,6 +94,7 @@ class Supervisor:
         self._poison_told = False
         self._hindrance = ""
         self._blindness_told = False
+        self._undeleted: dict[int, tuple[UndeletedFiles, ...]] = {}
 
     # -- running
 
@@ -161,7 +163,9 @@ class Supervisor:
 
     def _sweep(self) -> None:
         self._swept_at = time.monotonic()
-        reclaimed = self._pool.sweep()
+        swept = self._pool.sweep()
+        self._tell_undeleted(swept)
+        reclaimed = tuple(owner for owner in swept if owner.gave_back)
         if reclaimed:
             pids = ", ".join(str(owner.pid) for owner in reclaimed)
             entries = sum(owner.entries for owner in reclaimed)
@@ -169,6 +173,16 @@ class Supervisor:
             self._tell(SupervisorEventKind.RECLAIMED, detail, reclaimed)
         elif self._pool.state == "poisoned":
             raise CachePoolError.Poisoned()
+
+    def _tell_undeleted(self, swept: tuple[ReclaimedOwner, ...]) -> None:
+        """Once for each owner and reason; every sweep tries again."""
+        told = {owner.nonce: owner.undeleted for owner in swept if owner.undeleted}
+        for owner in swept:
+            for files in owner.undeleted:
+                if files not in self._undeleted.get(owner.nonce, ()):
+                    detail = f"live files of process {owner.pid} in {files.place} stay charged"
+                    self._tell(SupervisorEventKind.HINDERED, f"{detail}: {files.reason}", (owner,))
+        self._undeleted = told
 
     def _watch_owners(self, epoll: select.epoll) -> None:
         self._seen_attach_seq = self._pool._attach_seq()
@@ -277,6 +291,7 @@ def recreate(pool: CacheResidencyPool) -> CacheResidencyPool | None:
         if not names.replace_name(pool.name, pool.fileno(), temporary):
             return None
         pool._retire(None)
+        pool.delete_files_of_the_dead()
         CacheResidencyPool._from(os.dup(fd), pool.name).close()  # joined once: no leftover
         return CacheResidencyPool._from(os.dup(fd), pool.name, owns_slot=False)
 

@@ -24,6 +24,7 @@ from shmcache.errors import (
 )
 from shmcache.io import CacheIoSubmission, CacheIoWorker
 from shmcache.policy.identity import CacheBlockId, CacheTier
+from shmcache.pool.live_files import LiveDirectory
 from shmcache.prompt.live import remove_live_block
 from shmcache.session.backend import BlockSpec, HostCopy
 from shmcache.session.block_files import read_block, write_block
@@ -133,6 +134,7 @@ class DiskTier:
 
     def __init__(self, core: SessionCore) -> None:
         self._core = core
+        self._live: LiveDirectory | None = None
         self._worker: CacheIoWorker[_Task, HostCopy | BlockFile] | None = None
 
     @property
@@ -143,6 +145,27 @@ class DiskTier:
                 self._core.queue_capacity, f"shmcache-disk-{self._core.id}", _execute, _discard
             )
         return self._worker
+
+    def open_directory(self) -> None:
+        """Note in the pool where files may come to be, before there is one; then make the folder.
+
+        Errors: Io `create_live_directory`; SegmentError.LiveDirectoriesFull.
+        """
+        policy = self._core.options.live_disk_policy
+        if not isinstance(policy, LiveCacheDiskPolicyEnabled):
+            return
+        try:
+            policy.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._live = self._core.pool.live_directory(policy.directory)
+        except OSError as error:
+            raise CacheResidencyError.Io(
+                "create_live_directory", policy.directory, error
+            ) from error
+
+    def close_directory(self, *, wait: bool) -> None:
+        """No file of this session is left; without waiting from a finalizer."""
+        if self._live is not None:
+            self._live.close(wait=wait)
 
     def stop(self) -> None:
         """Finish what was admitted and end the thread; without the lock."""
@@ -226,7 +249,8 @@ class DiskTier:
         if required > policy.budget_bytes:
             core.count(layer, failures=1)
             raise CacheResidencyError.BudgetExceeded(CacheTier.DISK, required, policy.budget_bytes)
-        return policy.directory
+        assert self._live is not None
+        return self._live.path
 
     def _begin_write(
         self, record: BlockRecord, directory: Path

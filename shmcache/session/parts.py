@@ -39,6 +39,11 @@ class SessionParts:
         core = self.core = SessionCore(pool, model, options, backend, memory, session_id)
         self.demotions = Demotions(core)
         self.disk = DiskTier(core)
+        try:
+            self.disk.open_directory()
+        except BaseException:
+            core.end()
+            raise
         self.balance = Balance(core, self.demotions, self.disk)
         self.reader = Reader(core, self.demotions, self.disk, self.balance)
         self.scans = Scans(core, self.reader)
@@ -74,7 +79,7 @@ class SessionParts:
                 try:
                     remove_files(files)
                 finally:
-                    self._leave()
+                    self._leave(wait=True)
 
     def drop_handle(self) -> None:
         """The same from a finalizer: nothing is waited for."""
@@ -88,7 +93,7 @@ class SessionParts:
         with contextlib.suppress(CacheResidencyError):
             remove_files(files)
         self.disk.stop_soon()
-        self._leave()
+        self._leave(wait=False)
 
     def _mark_closed(self) -> tuple[Retiring, list[BlockFile]]:
         """With the lock held: nothing more is begun, written files are deleted by their writer."""
@@ -98,7 +103,8 @@ class SessionParts:
         files = [record.storage.backing for record in core.records.values()]
         return retiring, [file for file in files if file is not None]
 
-    def _leave(self) -> None:
+    def _leave(self, *, wait: bool) -> None:
+        self.disk.close_directory(wait=wait)
         self.core.end()
         if self._own is not None:
             self._own.close()

@@ -9,8 +9,8 @@ Shapes      [batch, heads, tokens, width]; [batch, tokens, width] for a latent. 
             same for all blocks of a layer.
 Concurrency Every method may be called from any thread. Growth and shrinking wait for each other;
             leases do not wait for them and may be cancelled by them.
-Death       Files of a killed worker stay until a sweep finds them by its name; its charges are
-            released with its owner slot. A forked child's copy raises RuntimeError.
+Death       A sweep deletes the files of a killed worker, then releases their charge; all else at
+            once. A forked child's copy raises RuntimeError.
 Errors      `CacheResidencyError`; `SegmentError` of the pool; ValueError for a closed session.
 """
 
@@ -19,12 +19,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from shmcache.bounds import i64, instance, u64, usize
-from shmcache.errors import CacheResidencyError
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
@@ -32,7 +30,7 @@ from shmcache.pool.values import CachePoolUsage
 from shmcache.session.backend import BlockSpec, CacheBackend, HostMemory
 from shmcache.session.gauges import snapshot
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
-from shmcache.session.options import LiveCacheDiskPolicyEnabled, PagedCacheOptions
+from shmcache.session.options import PagedCacheOptions
 from shmcache.session.parts import SessionParts
 from shmcache.session.reading import CacheBlockLease
 from shmcache.session.records import BlockFile
@@ -69,7 +67,6 @@ class CacheSession:
             options = options.with_pool(own)
         assert options.pool is not None
         try:
-            _make_directory(options)
             parts = SessionParts(
                 options.pool,
                 model,
@@ -332,13 +329,3 @@ class CacheSession:
         if self.closed:
             raise ValueError("this handle of the session is closed")
         self._core.lock.check_process()
-
-
-def _make_directory(options: PagedCacheOptions) -> None:
-    """The folder of live files, readable by nobody else. Errors: Io."""
-    disk = options.live_disk_policy
-    if isinstance(disk, LiveCacheDiskPolicyEnabled):
-        try:
-            Path(disk.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise CacheResidencyError.Io("create_live_directory", disk.directory, error) from error

@@ -5,8 +5,8 @@ Contract    Each layer is looked at by itself: what it keeps (all tokens, those 
             recurrent state, nothing), for how many heads, how wide. Known are grouped and latent
             attention, sliding and chunked windows, layers that share keys and values, and the
             recurrent layers of the families in model_states.py. Of a model with images or sound it
-            is the language part. What cannot be understood is refused, never guessed: a plan that
-            is wrong by a factor is worse than none.
+            is the language part, without layers that look at images. What cannot be understood is
+            refused, never guessed: a plan that is wrong by a factor is worse than none.
 Units       As in geometries.py; numbers are as large as the config's dtype, bfloat16 without one.
 Errors      WorkloadError.ConfigUnreadable; WorkloadError.ConfigUnsupported, naming the field.
 Source      Configuration classes of transformers 5.24, and the older spellings that it still reads.
@@ -62,7 +62,13 @@ _LAYER_TYPES: Final = {
 _PATTERN_LETTERS: Final = {"M": _STATE, "*": _FULL, "-": _NOTHING, "E": _NOTHING}
 
 # One layer in so many attends to everything, the last of each group, where the config is silent.
-_FULL_EVERY: Final = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+_FULL_EVERY: Final = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "cohere2": 4,
+    "llama4_text": 4,
+    "olmo3": 4,
+}
 _ALL_STATE: Final = ("mamba", "mamba2", "falcon_mamba", "bamba")
 
 # Fields of models whose layers are not known here, though other fields look as if they were.
@@ -142,7 +148,11 @@ def _kinds(fields: Fields) -> list[str]:
     if not _slides(fields):
         listed = [_FULL if kind == _SLIDING else kind for kind in listed]
     own = len(listed) - (fields.count("num_kv_shared_layers") or 0)  # the last ones read another's
-    return [kind if place < own else _NOTHING for place, kind in enumerate(listed)]
+    images = fields.numbers("cross_attention_layers") or ()
+    return [
+        kind if place < own and place not in images else _NOTHING
+        for place, kind in enumerate(listed)
+    ]
 
 
 def _listed_kinds(fields: Fields) -> list[str] | None:

@@ -94,11 +94,15 @@ class PlanSample(msgspec.Struct, frozen=True):
 
 
 class PlanTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trace says. `target_blocks` is None without a target, and where none reaches it."""
+    """What the trace says. `target_blocks` is None without a target, and where none reaches it.
+
+    `longest_tokens` is the length of its longest prompt, in whole blocks.
+    """
 
     requests: int
     trace_blocks: int
     trace_references: int
+    longest_tokens: int
     ideal_rate: float
     target_rate: float | None
     target_blocks: int | None
@@ -249,6 +253,7 @@ class _Trace:
         self._on_progress = on_progress
         # Either a block of the trace is several of the pool's, or the other way round.
         self._per_block = max(1, options.trace_block_tokens // options.block_tokens)
+        self._longest_tokens = max(map(len, prompts), default=0) * options.trace_block_tokens
         self._prompts = _in_larger_blocks(prompts, options)
         self._shared = hit_curve(self._prompts)
         alone = options.workers == 1
@@ -272,6 +277,7 @@ class _Trace:
             requests=self._shared.requests,
             trace_blocks=self._shared.blocks,
             trace_references=self._shared.references,
+            longest_tokens=self._longest_tokens,
             ideal_rate=self._shared.ideal_rate,
             target_rate=self._options.target_rate,
             target_blocks=self.target_blocks,

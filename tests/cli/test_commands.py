@@ -321,3 +321,24 @@ def test_an_error_of_the_system_is_told_like_our_own() -> None:
     document = error_document(OSError(errno.ENOSPC, "disk full"))
     assert document["error"] == "SegmentError.HostError"
     assert document["attributes"] == {"call": "a system call", "errno_name": "ENOSPC"}
+
+
+def test_reclaim_says_which_files_it_could_not_delete(pool: str, tmp_path: Path) -> None:
+    """A link where their folder was: an operator may remove it, or give the files up."""
+    with Worker("from shmcache import *") as worker:
+        worker.call(
+            "pool = CacheResidencyPool.attach(name)\nfolder = pool.live_directory(place).path",
+            name=pool,
+            place=str(tmp_path),
+        )
+        folder = Path(worker.call("str(folder)"))
+        worker.kill()
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to("elsewhere")
+    for _ in range(2):
+        lines = run("reclaim", pool).stdout.splitlines()
+        assert lines[-1].startswith(f"live files of process {worker.pid} in {tmp_path} are not")
+    [owner] = answer("reclaim", pool)["reclaimed"]
+    assert owner["undeleted"][0]["place"] == str(tmp_path)
+    run("reclaim", pool, "--forget-files")
+    assert run("reclaim", pool).stdout == "nothing to reclaim\n"

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_a_target_alone_is_one_of_generated_chats() -> None:
     assert said["traffic"]["planned"]["lru_rate"] >= 0.5
     people = run("--bytes-per-token", "64", "--target", "0.5", "--policy", "lru")
     assert "300 generated chats, no trace was given" in people.stdout
+
+
+def test_the_page_shows_what_is_said_and_names_every_key() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    arguments = ("llama-3.1-8b", "--workers", "4", "--target", "0.5", "--policy", "lru")
+    assert shown in run(*arguments).stdout
+    listed = dict(re.findall(r"^\| (?:each of )?`(\w+)`.*? \| (`.*`) \|$", page, re.M))
+    said = answer(*arguments)
+    objects = {
+        "traffic": said["traffic"],
+        "planned": said["traffic"]["planned"],
+        "samples": said["traffic"]["samples"][0],
+        "host": said["host"],
+    }
+    for name, found in objects.items():
+        assert re.findall(r"`(\w+)`", listed[name]) == list(found), name
 
 
 def test_a_target_that_no_size_reaches_is_a_finding(trace: str) -> None:

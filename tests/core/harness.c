@@ -140,6 +140,16 @@ int new_segment(struct shmc_geometry geometry)
     return fd;
 }
 
+struct shmc_geometry arena(uint64_t arena_bytes, uint64_t blocks, uint64_t block_bytes_max)
+{
+    struct shmc_geometry geometry = tables(U(1, arena_bytes, 1, 1), 4, 8, 8);
+    geometry.arena_bytes = arena_bytes;
+    geometry.blocks_max = blocks;
+    geometry.block_bytes_max = block_bytes_max;
+    geometry.claims_max = 8;
+    return geometry;
+}
+
 static struct shmc_handle *open_handle(int fd, bool as_owner)
 {
     struct shmc_handle *handle = NULL;
@@ -247,6 +257,18 @@ enum shmc_status reclaim_step(struct shmc_handle *handle, uint32_t slot, uint64_
         handle, REQUEST(RECLAIM_STEP, .owner_slot = slot, .owner_nonce = nonce, .cursor = cursor));
 }
 
+enum shmc_status files_gone(struct shmc_handle *handle, uint32_t slot, uint64_t nonce)
+{
+    return perform(handle, REQUEST(FILES_GONE, .owner_slot = slot, .owner_nonce = nonce));
+}
+
+enum shmc_status set_paths(struct shmc_handle *handle, const char *paths, uint64_t bytes)
+{
+    char copy[SHMC_OWNER_PATH_BYTES + 8];
+    memcpy(copy, paths, bytes);
+    return perform(handle, REQUEST(SET_PATHS, .paths = copy, .paths_bytes = bytes));
+}
+
 enum shmc_status retire(struct shmc_handle *handle, uint64_t attach_seq)
 {
     return perform(handle, REQUEST(RETIRE, .attach_seq = attach_seq));
@@ -255,6 +277,77 @@ enum shmc_status retire(struct shmc_handle *handle, uint64_t attach_seq)
 enum shmc_status check(struct shmc_handle *handle, struct shmc_problem *problems, uint32_t max)
 {
     return perform(handle, REQUEST(CHECK, .problems = problems, .problems_max = max));
+}
+
+/* ---- the arena ------------------------------------------------------------------------------- */
+
+static struct shmc_request about_key(enum shmc_operation operation, uint64_t key)
+{
+    return (struct shmc_request){.operation = operation, .key = {key}};
+}
+
+enum shmc_status allocate(struct shmc_handle *handle, uint64_t bytes)
+{
+    enum shmc_status status = perform(handle, REQUEST(ALLOCATE, .bytes = bytes));
+    while (status == SHMC_MORE)
+        status = shmc_perform(handle, &last, WAIT_NS);
+    return status;
+}
+
+enum shmc_status seal_block(struct shmc_handle *handle, struct shmc_lease lease)
+{
+    return perform(handle, REQUEST(SEAL, .lease = lease));
+}
+
+enum shmc_status publish_block(struct shmc_handle *handle, struct shmc_lease lease, uint64_t key)
+{
+    struct shmc_request request = about_key(SHMC_OP_PUBLISH, key);
+    request.lease = lease;
+    return perform(handle, request);
+}
+
+enum shmc_status discard(struct shmc_handle *handle, struct shmc_lease lease)
+{
+    return perform(handle, REQUEST(DISCARD, .lease = lease));
+}
+
+enum shmc_status invalidate(struct shmc_handle *handle, uint64_t key)
+{
+    return perform(handle, about_key(SHMC_OP_INVALIDATE, key));
+}
+
+enum shmc_status protect(struct shmc_handle *handle, uint64_t key, bool protect)
+{
+    struct shmc_request request = about_key(SHMC_OP_PROTECT, key);
+    request.protect = protect;
+    return perform(handle, request);
+}
+
+enum shmc_status evict(struct shmc_handle *handle, uint64_t bytes)
+{
+    enum shmc_status status = perform(handle, REQUEST(EVICT, .bytes = bytes));
+    for (uint64_t freed = last.released; status == SHMC_MORE; freed += last.released) {
+        last.bytes = bytes - freed;
+        status = shmc_perform(handle, &last, WAIT_NS);
+    }
+    return status;
+}
+
+bool lookup(struct shmc_handle *handle, uint64_t key, struct shmc_lease *lease)
+{
+    const uint64_t words[SHMC_KEY_WORDS] = {key};
+    uint64_t found;
+    MUST(shmc_match(handle, words, 1, lease, &found));
+    return found == 1;
+}
+
+struct shmc_lease store(struct shmc_handle *handle, uint64_t key, uint64_t bytes)
+{
+    MUST(allocate(handle, bytes));
+    memset(shmc_write_address(handle, &last.lease), (int)key, bytes);
+    MUST(publish_block(handle, last.lease, key));
+    EXPECT(last.created);
+    return last.lease;
 }
 
 struct usage aggregate(void)
@@ -269,8 +362,11 @@ uint32_t reclaim(struct shmc_handle *by, uint32_t slot, uint64_t nonce)
     uint32_t steps = 1;
     MUST(reclaim_begin(by, slot, nonce));
     enum shmc_status status = reclaim_step(by, slot, nonce, 0);
-    for (; status == SHMC_MORE; steps++)
+    for (; status == SHMC_MORE || status == SHMC_LIVE_FILES; steps++) {
+        if (status == SHMC_LIVE_FILES)
+            MUST(files_gone(by, slot, nonce));
         status = reclaim_step(by, slot, nonce, last.cursor);
+    }
     MUST(status);
     return steps;
 }
@@ -353,7 +449,12 @@ static void copy_outside(const struct shmc_handle *handle, uint8_t *to)
     memcpy(to, handle->base, gate);
     memcpy(to + gate, handle->base + gate + sizeof(struct shmc_gate),
            redo - gate - sizeof(struct shmc_gate));
-    memcpy(to + redo - sizeof(struct shmc_gate), handle->base + pins, handle->mapped_bytes - pins);
+    to += redo - sizeof(struct shmc_gate);
+    memcpy(to, handle->base + pins, handle->mapped_bytes - pins);
+    struct shmc_telemetry_row *rows =
+        (void *)(to + handle->header.region_offset[SHMC_REGION_TELEMETRY] - pins);
+    for (uint32_t slot = 0; slot < handle->header.geometry.owners_max; slot++)
+        memset(rows[slot].gauges, 0, sizeof rows[slot].gauges); /* cleaners do */
 }
 
 static uint64_t outside_bytes(const struct shmc_handle *handle)

@@ -68,6 +68,8 @@ int new_segment(struct shmc_geometry geometry);
 struct shmc_handle *observe(int fd);               /* opened without a slot */
 struct shmc_handle *attach(int fd);                /* opened and joined */
 struct shmc_handle *new_pool(struct usage limits); /* a small segment, attached */
+/* As tables(), with an arena. */
+struct shmc_geometry arena(uint64_t arena_bytes, uint64_t blocks, uint64_t block_bytes_max);
 
 /* ---- requests: the status returned, the results in `last` of the calling thread -------------- */
 
@@ -87,10 +89,25 @@ enum shmc_status held(struct shmc_handle *handle, struct shmc_held *rows);
 enum shmc_status reclaim_begin(struct shmc_handle *handle, uint32_t slot, uint64_t nonce);
 enum shmc_status reclaim_step(struct shmc_handle *handle, uint32_t slot, uint64_t nonce,
                               uint64_t cursor);
+enum shmc_status files_gone(struct shmc_handle *handle, uint32_t slot, uint64_t nonce);
+enum shmc_status set_paths(struct shmc_handle *handle, const char *paths, uint64_t bytes);
 enum shmc_status retire(struct shmc_handle *handle, uint64_t attach_seq);
 enum shmc_status check(struct shmc_handle *handle, struct shmc_problem *problems, uint32_t max);
 
 struct usage aggregate(void); /* of the last publication */
+
+/* Keys are small numbers in the tests. A block's lease is in `last`, and so is what it was given
+ * instead; allocate() and evict() repeat a request that answers MORE. */
+enum shmc_status allocate(struct shmc_handle *handle, uint64_t bytes);
+enum shmc_status seal_block(struct shmc_handle *handle, struct shmc_lease lease);
+enum shmc_status publish_block(struct shmc_handle *handle, struct shmc_lease lease, uint64_t key);
+enum shmc_status discard(struct shmc_handle *handle, struct shmc_lease lease);
+enum shmc_status invalidate(struct shmc_handle *handle, uint64_t key);
+enum shmc_status protect(struct shmc_handle *handle, uint64_t key, bool protect);
+enum shmc_status evict(struct shmc_handle *handle, uint64_t bytes);
+bool lookup(struct shmc_handle *handle, uint64_t key, struct shmc_lease *lease);
+/* Allocates, fills with the key's bytes, publishes; expects that all of it succeeds. */
+struct shmc_lease store(struct shmc_handle *handle, uint64_t key, uint64_t bytes);
 
 /* Gives back all that an owner holds, and its slot; returns the number of steps it took. */
 uint32_t reclaim(struct shmc_handle *by, uint32_t slot, uint64_t nonce);

@@ -50,7 +50,8 @@ struct actor {
 
 void act_as(struct shmc_handle *handle, struct actor actor);
 
-/* RECLAIM_BEGIN goes on with the steps until the slot is free; everything else is one request. */
+/* RECLAIM_BEGIN goes on until the slot is free, as if the files had been deleted; everything else
+ * is one request. */
 struct job {
     int segment_fd;
     struct actor actor;
@@ -171,7 +172,10 @@ void segment_make(struct segment *segment, uint32_t reservations_max);
 void segment_load(const struct segment *segment, const uint8_t *image, size_t bytes);
 enum shmc_status perform_as(const struct segment *segment, struct actor actor,
                             struct shmc_request *request);
-/* All of BEGIN and STEP, as a sweep of a process that is no owner. */
+/* After an operation of a reclaim that gave this status, the next one; false: the same, or none. */
+bool next_of_reclaim(enum shmc_operation operation, enum shmc_status status,
+                     enum shmc_operation *next);
+/* All of BEGIN, STEP and FILES_GONE, as a sweep of a process that is no owner. */
 enum shmc_status reclaim(const struct segment *segment, struct actor dead);
 /* Joins, or ends the harness. */
 struct actor must_join(const struct segment *segment, uint64_t nonce);

@@ -34,9 +34,13 @@ struct operation {
     struct shmc_request request;
 };
 
-/* A reclaim commits: CLEANING, each entry, FREE. */
+/* A reclaim commits: CLEANING, each manager without what is not files, "the files are gone", each
+ * entry, FREE. */
 #define HELD_BY_DEAD_OR_VICTIM 5u
-#define RECLAIM_CHANGES        (HELD_BY_DEAD_OR_VICTIM + 2u)
+#define THEIR_MANAGERS         2u
+#define RECLAIM_CHANGES        (HELD_BY_DEAD_OR_VICTIM + THEIR_MANAGERS + 3u)
+
+static char two_paths[] = "/somewhere/else\0/live";
 
 static struct shmc_held held_rows[OWNERS_MAX];
 
@@ -76,6 +80,16 @@ static const struct operation operations[] = {
      .kill_for_real = true, .request = {.operation = SHMC_OP_RECLAIM_BEGIN}},
     {"reclaim", MARK_PATH, VICTIM, .reclaimed = DEAD, .changes = RECLAIM_CHANGES,
      .request = {.operation = SHMC_OP_RECLAIM_BEGIN}},
+    {"set_paths", FREE_LIST, VICTIM, .changes = 1, .kill_cleaner = true,
+     .request = {.operation = SHMC_OP_SET_PATHS, .paths = two_paths,
+                 .paths_bytes = sizeof two_paths}},
+    {"set_no_paths", FREE_LIST, VICTIM, .changes = 1, .kill_cleaner = true,
+     .request = {.operation = SHMC_OP_SET_PATHS}},
+    {"set_relative_path", FREE_LIST, VICTIM, .expected = SHMC_TOO_LARGE,
+     .request = {.operation = SHMC_OP_SET_PATHS, .paths = two_paths + 1,
+                 .paths_bytes = sizeof two_paths - 1}},
+    {"files_gone_alive", FREE_LIST, VICTIM, .reclaimed = FRIEND, .expected = SHMC_STALE,
+     .request = {.operation = SHMC_OP_FILES_GONE}},
     {"report", FREE_LIST, VICTIM, .kill_for_real = true, .request = {.operation = SHMC_OP_REPORT}},
     {"held", FREE_LIST, VICTIM, .request = {.operation = SHMC_OP_HELD, .held_rows = held_rows}},
     {"check", FREE_LIST, VICTIM, .request = {.operation = SHMC_OP_CHECK}},
@@ -173,6 +187,19 @@ static void kill_recoverer(struct world *world, const struct death *death, struc
     kill_next(world, death, "recoverer", request, SHMC_OK, 0, tally);
 }
 
+/* How many managers of a slot are charged for files and for something else. */
+static uint64_t managers_to_strip(const struct world *world, const uint8_t *image, uint32_t slot)
+{
+    const struct shmc_entry *entries = image_region(world, image, SHMC_REGION_MANAGERS);
+    uint64_t count = 0;
+    for (uint32_t i = 0; i < MANAGERS_MAX; i++) {
+        const uint64_t *usage = entries[i].usage;
+        count += entries[i].state == SHMC_ENTRY_LIVE_OF(slot) && usage[SHMC_DISK] != 0 &&
+                 (usage[SHMC_DEVICE] | usage[SHMC_HOST] | usage[SHMC_TRANSFER]) != 0;
+    }
+    return count;
+}
+
 /* Takes back what the victim holds, if it is still there and the pool is not retired. */
 static void kill_cleaner(struct world *world, const struct death *death, struct tally *tally)
 {
@@ -183,6 +210,8 @@ static void kill_cleaner(struct world *world, const struct death *death, struct 
     const struct shmc_owner *owners = image_region(world, death->recovered, SHMC_REGION_OWNERS);
     const struct shmc_owner *owner = &owners[victim.slot];
     uint64_t changes = owner->held + (owner->state == SHMC_OWNER_ACTIVE) + 1;
+    if (owner->path_bytes != 0)
+        changes += 1 + managers_to_strip(world, death->recovered, victim.slot);
     if (gate->state == SHMC_POOL_RETIRED)
         kill_next(world, death, "cleaner", request, SHMC_RETIRED, 0, tally);
     else if (owner->state == SHMC_OWNER_FREE)

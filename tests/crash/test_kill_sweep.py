@@ -12,9 +12,12 @@ from tests.crash.conftest import CLEAN, REFUSED, VIOLATED, Experiment, Outcome
 # Operations of the sweep that commit something: without the redo record each must be caught.
 CHANGES = """
     join register_id register_any update_grow update_shrink reserve_listed reserve_unused
-    release_reservation release_manager publish_and_release detach reclaim
+    release_reservation release_manager publish_and_release detach reclaim set_paths
 """.split()
-REFUSALS = "register_duplicate update_unknown reserve_budget release_stale".split()
+REFUSALS = """
+    register_duplicate update_unknown reserve_budget release_stale set_relative_path
+    files_gone_alive
+""".split()
 READS = "report held check".split()
 
 
@@ -22,7 +25,7 @@ def expect_swept(outcome: Outcome) -> None:
     """Every operation was swept, at a plausible number of instructions."""
     assert outcome.code == CLEAN, outcome.text
     swept = {line["operation"]: line for line in outcome.figures}
-    assert set(swept) == {*CHANGES, *REFUSALS, *READS, "retire"}
+    assert set(swept) == {*CHANGES, *REFUSALS, *READS, "retire", "set_no_paths"}
     for line in swept.values():
         assert int(line["kill_points"]) > 100, line
         assert int(line["snapshots"]) > 5, line

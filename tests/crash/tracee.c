@@ -69,8 +69,7 @@ static bool perform_next(struct shmc_handle *handle, int kind, struct shmc_reque
         own_board->busy++;
         return slice_ns != 0 && own_board->signals == 0;
     }
-    if (operation == SHMC_OP_RECLAIM_BEGIN && status == SHMC_OK) {
-        request->operation = SHMC_OP_RECLAIM_STEP;
+    if (next_of_reclaim(operation, status, &request->operation)) {
         request->cursor = 0;
         return true;
     }

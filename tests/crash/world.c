@@ -125,18 +125,28 @@ enum shmc_status perform_as(const struct segment *segment, struct actor actor,
     return shmc_perform(segment->handle, request, 0);
 }
 
+bool next_of_reclaim(enum shmc_operation operation, enum shmc_status status,
+                     enum shmc_operation *next)
+{
+    bool begins = operation == SHMC_OP_RECLAIM_BEGIN || operation == SHMC_OP_FILES_GONE;
+    if (begins && status == SHMC_OK)
+        *next = SHMC_OP_RECLAIM_STEP;
+    else if (status == SHMC_LIVE_FILES)
+        *next = SHMC_OP_FILES_GONE;
+    else
+        return false;
+    return true;
+}
+
 enum shmc_status reclaim(const struct segment *segment, struct actor dead)
 {
     const struct actor sweeper = {.slot = SHMC_NO_SLOT};
     struct shmc_request request = {
         .operation = SHMC_OP_RECLAIM_BEGIN, .owner_slot = dead.slot, .owner_nonce = dead.nonce};
-    enum shmc_status status = perform_as(segment, sweeper, &request);
-    if (status != SHMC_OK)
-        return status;
-    request.operation = SHMC_OP_RECLAIM_STEP;
+    enum shmc_status status;
     do
         status = perform_as(segment, sweeper, &request);
-    while (status == SHMC_MORE);
+    while (next_of_reclaim(request.operation, status, &request.operation) || status == SHMC_MORE);
     return status;
 }
 
@@ -179,6 +189,14 @@ static struct shmc_token must_reserve(const struct segment *segment, struct acto
     return must(segment, actor, request).token;
 }
 
+static void must_set_paths(const struct segment *segment, struct actor actor)
+{
+    static char paths[] = "/live";
+    must(segment, actor,
+         (struct shmc_request){
+             .operation = SHMC_OP_SET_PATHS, .paths = paths, .paths_bytes = sizeof paths});
+}
+
 static void must_release(const struct segment *segment, struct actor actor,
                          enum shmc_operation operation, struct shmc_token token)
 {
@@ -194,6 +212,8 @@ static void furnish(struct world *world, const struct segment *segment)
     actors[NEWCOMER] = (struct actor){SHMC_NO_SLOT, FIRST_NONCE + NEWCOMER};
     if (reclaim(segment, must_join(segment, GONE_NONCE)) != SHMC_OK)
         broken("furnishing: an owner cannot leave");
+    must_set_paths(segment, actors[DEAD]);
+    must_set_paths(segment, actors[VICTIM]);
     must_register(segment, actors[DEAD], ID_DEAD_SECOND);
     must_register(segment, actors[FRIEND], ID_FRIEND);
     world->victim_manager = must_register(segment, actors[VICTIM], ID_VICTIM);
@@ -422,6 +442,31 @@ static void expect_takes(const struct world *world, const struct expectation *ex
     }
 }
 
+/* What files occupy is charged as long as somebody has to delete them, and nothing else is. */
+static void expect_files_charged(const struct segment *segment, const char *name, uint32_t slot)
+{
+    const struct actor sweeper = {.slot = SHMC_NO_SLOT};
+    const struct shmc_handle *handle = segment->handle;
+    const struct shmc_entry *managers = handle->managers.entries;
+    struct shmc_request request = {.operation = SHMC_OP_RECLAIM_BEGIN,
+                                   .owner_slot = slot,
+                                   .owner_nonce = handle->owners[slot].nonce};
+    uint64_t files[MANAGERS_MAX][SHMC_AXES] = {0};
+    for (uint32_t i = 0; i < MANAGERS_MAX; i++)
+        files[i][SHMC_DISK] = managers[i].usage[SHMC_DISK];
+    enum shmc_status status = perform_as(segment, sweeper, &request);
+    request.operation = SHMC_OP_RECLAIM_STEP;
+    if (status == SHMC_OK)
+        status = perform_as(segment, sweeper, &request);
+    if (status != SHMC_LIVE_FILES)
+        violation("%s: files of the dead are forgotten (%s)", name, shmc_status_name(status));
+    for (uint32_t i = 0; i < MANAGERS_MAX; i++)
+        if (managers[i].state == SHMC_ENTRY_LIVE_OF(slot) &&
+            memcmp(files[i], managers[i].usage, sizeof files[i]) != 0)
+            violation("%s: a dead manager keeps more, or less, than its files", name);
+    expect_clean(segment, name);
+}
+
 /* The dead are declared dead: all of theirs returns, and everything can be used. */
 static void expect_nothing_lost(struct world *world, const struct expectation *expectation)
 {
@@ -429,6 +474,9 @@ static void expect_nothing_lost(struct world *world, const struct expectation *e
     const struct shmc_control *control = segment->handle->control;
     const char *name = expectation->name;
     uint64_t sum[SHMC_AXES] = {0};
+    for (uint32_t slot = 0; slot < OWNERS_MAX; slot++)
+        if (!is_others(world, slot) && segment->handle->owners[slot].path_bytes != 0)
+            expect_files_charged(segment, name, slot);
     expect_reclaim(world, name, world->actors[VICTIM].nonce);
     expect_reclaim(world, name, world->actors[DEAD].nonce);
     expect_reclaim(world, name, world->actors[NEWCOMER].nonce);

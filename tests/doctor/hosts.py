@@ -38,7 +38,7 @@ Max locked memory         unlimited            unlimited            bytes
 Max address space         unlimited            unlimited            bytes
 Max open files            1024                 1048576              files
 """
-_STATUS = "Name:\tpython\nPid:\t7\nNSpid:\t7\nSeccomp:\t0\n"
+_STATUS = "Name:\tpython\nPid:\t7\nSeccomp:\t0\n"
 
 
 class MadeUp:
@@ -60,9 +60,9 @@ class MadeUp:
             "sys/kernel/mm/transparent_hugepage/shmem_enabled",
             "always within_size [advise] never deny force\n",
         )
-        for namespace in ("pid", "time"):
-            self.link(f"proc/self/ns/{namespace}", f"{namespace}:[4026531836]")
-            self.link(f"proc/self/ns/{namespace}_for_children", f"{namespace}:[4026531836]")
+        for namespace, number in (("pid", 4026531836), ("time", 4026531834)):
+            for name in (namespace, f"{namespace}_for_children"):
+                self.link(f"proc/self/ns/{name}", f"{namespace}:[{number}]")
         (folder / "dev/shm").mkdir(parents=True)
         (folder / "dev/shm").chmod(0o1777)
         (folder / "run/systemd/system").mkdir(parents=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -232,8 +233,8 @@ def elsewhere(call: Callable[[], object]) -> Iterator[list[object]]:
 
 
 def left_in(directory: Path) -> list[str]:
-    """Files, hidden ones too."""
-    return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    """Files below the directory, hidden ones too."""
+    return sorted(name for _, _, names in os.walk(directory) for name in names)
 
 
 def wait_for(pool: CacheResidencyPool, expected: Iterable[int]) -> None:

@@ -106,8 +106,8 @@ def fight_in_processes(
             )
         )
         assert pool.verify().problems == ()
-        for number in range(workers - 1):
-            assert left_in(folder / str(number)) == []
+        assert left_in(folder) == []  # those of the killed one neither
+        assert [list(place.iterdir()) for place in folder.iterdir()] == [[]] * workers
 
 
 @pytest.mark.parametrize("arena", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_a_folder_that_cannot_be_written_to_leaves_no_file(tmp_path: Path) -> No
         grow(session, 4)
         first = session.blocks()[0]
         session.demote(first)
-        (tmp_path / "live").rmdir()
+        shutil.rmtree(tmp_path / "live")
         with pytest.raises(Runtime, match="No such file"):
             session.demote(first)
         assert axes(session.pool.report()) == (0, 40, 0, 0)

@@ -91,6 +91,7 @@ SPELLINGS: dict[str, tuple[Config, int]] = {
     ),
     "the inner dtype": ({"torch_dtype": "float32", "text_config": LLAMA}, 131_072),
     "twice nested": ({"thinker_config": {"text_config": LLAMA}}, 131_072),
+    "layers that look at images": (LLAMA | {"cross_attention_layers": [3, 8]}, 30 * 4096),
     "shared layers": (LLAMA | {"num_kv_shared_layers": 8}, 131_072 * 3 // 4),
     "overrides": (
         LLAMA | {"per_layer_config": {"00": {"head_dim": 256}, "31": {"num_key_value_heads": 4}}},
@@ -127,6 +128,10 @@ CHUNKED = ["chunked_attention", "full_attention"] * 16
         (without(GEMMA, "sliding_window_pattern", model_type="cohere2"), {512: 20, None: 6}),
         (GEMMA | {"sliding_window": None}, {None: 26}),
         (LLAMA | {"layer_types": CHUNKED, "attention_chunk_size": 8192}, {8192: 16, None: 16}),
+        (
+            LLAMA | {"model_type": "llama4_text", "attention_chunk_size": 8192},
+            {8192: 24, None: 8},
+        ),
     ],
 )
 def test_which_layers_slide(config: Config, found: dict[int | None, int]) -> None:
