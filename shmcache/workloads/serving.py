@@ -70,7 +70,7 @@ class ModelServer:
         self._block_tokens = block_tokens
         self._wait_s = wait_s
         self._decoder = Decoder(model.shape, model.weights, step_tokens=block_tokens)
-        self._identity = cache_identity(model)
+        self._identity = cache_identity(model, block_tokens)
         self._sharing = prefix_sharing(model, block_tokens)
 
     def answer(

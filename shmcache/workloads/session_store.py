@@ -1,6 +1,6 @@
 """The decoder's keys and values in a `CacheSession`: shared, demoted, on disk, and the same bits.
 
-    with CacheSession(pool, model=cache_identity(model), options=..., sharing=...) as session:
+    with CacheSession(pool, model=cache_identity(model, 64), options=..., sharing=...) as session:
         store = SessionStore(session, model.shape)
         known = store.match(prompt)                      # computed before, by whoever it was
         logits = decoder.prefill(prompt[known:], store)
@@ -114,7 +114,8 @@ class SessionStore:
         seen, copies = visible_start(end, self._windows[layer]), ()
         oldest = end
         for piece in self._pieces(layer, seen):
-            oldest = min(oldest, piece.start)
+            if piece.start + piece.keys.shape[1] > seen:  # not only there for its sinks
+                oldest = min(oldest, piece.start)
             if piece.start == start:
                 copies = tuple(part[None, :, : end - start].copy() for part in piece[1:])
         if oldest > seen:
@@ -126,8 +127,11 @@ class SessionStore:
         return min(map(self._session.position, range(len(self._windows))))
 
 
-def cache_identity(model: Model) -> PromptCacheModelIdentity:
-    """What a session must know of a model: one segment with every layer and its window."""
+def cache_identity(model: Model, block_tokens: int) -> PromptCacheModelIdentity:
+    """What a session must know of a model: one segment with every layer and its window.
+
+    A session protects whole blocks, so the sinks are rounded up to them.
+    """
     shape = model.shape
     fields = {name: str(value) for name, value in msgspec.to_builtins(shape).items()}
     return PromptCacheModelIdentity.new(
@@ -137,7 +141,7 @@ def cache_identity(model: Model) -> PromptCacheModelIdentity:
         layer_count=shape.layers,
         global_layer_start=0,
         global_layer_end=shape.layers,
-        sink_tokens=0,
+        sink_tokens=-(-shape.sinks // block_tokens) * block_tokens,
         topology=PromptCacheTopology.default(),
         layer_layout=PromptCacheModelIdentity.key_value_layouts(
             shape.windows, shape.kv_heads, shape.head_dim

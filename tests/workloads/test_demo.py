@@ -158,7 +158,7 @@ def test_one_wrong_bit_is_found(pool_name: str) -> None:
         CacheResidencyPool.attach(pool_name) as pool,
         CacheSession(
             pool,
-            model=cache_identity(model),
+            model=cache_identity(model, BLOCK),
             options=PagedCacheOptions(BLOCK, 1 << 20, 0, 1),
             backend=NumpyBackend(reads_host=True),
             sharing=prefix_sharing(model, BLOCK),
