@@ -129,9 +129,11 @@ from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.backend import CacheBackend
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import CacheResidencyPolicy, LiveCacheDiskPolicy, PagedCacheOptions
+from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.reading import CacheBlockLease
 from shmcache.session.scans import CachePiece
 from shmcache.session.session import CacheSession
+from shmcache.session.sharing import CacheSharingReport
 from shmcache.states.execution import (
     CacheIoAdmission,
     CacheIoCompletionDisposition,
@@ -215,6 +217,7 @@ __all__ = [
     "CacheResidencyTelemetry",
     "CacheResidencyTotals",
     "CacheSession",
+    "CacheSharingReport",
     "CacheStorageError",
     "CacheStoragePhase",
     "CacheTier",
@@ -238,6 +241,7 @@ __all__ = [
     "PagedCacheOptions",
     "PoolingStateComponent",
     "PrefixKeys",
+    "PrefixSharing",
     "PrivateHostMemory",
     "PromptCacheBlock",
     "PromptCacheDescriptor",

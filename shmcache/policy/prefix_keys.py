@@ -120,7 +120,7 @@ class PrefixKeys:
 
         Errors: `TypeError`, `ValueError` for what is no token id or no key.
         """
-        words = _words(tokens)
+        words = token_ids(tokens)
         key = self._root if parent is None else _key(parent)
         full = len(words) // self._block_tokens
         blocks = words[: full * self._block_tokens].view(self._block).tolist()
@@ -174,8 +174,11 @@ def _word(value: int) -> bytes:
     return value.to_bytes(8, "little")
 
 
-def _words(tokens: Tokens) -> npt.NDArray[np.uint32]:
-    """The tokens as a contiguous little-endian array."""
+def token_ids(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    """Token ids as a contiguous little-endian array, checked; for what `tokens` may be see `chain`.
+
+    Errors: `TypeError`, `ValueError` for what is no token id.
+    """
     if not isinstance(tokens, np.ndarray):
         return np.frombuffer(token_words(tokens), "<u4")
     if tokens.ndim != 1:

@@ -2,5 +2,6 @@
 
 Read in this order: options.py (limits), backend.py (what an engine supplies), session.py (what a
 user calls), core.py (what all parts share), then the part of interest: tails.py (growth),
-balance.py (eviction), demotions.py, disk.py, reading.py (leases), shrinking.py, generations.py.
+balance.py (eviction), demotions.py, disk.py, reading.py (leases), shrinking.py, generations.py;
+sharing.py and matching.py (what workers compute for each other).
 """

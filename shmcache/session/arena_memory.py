@@ -10,7 +10,7 @@ when no array of its former copy is alive, so nothing that is still read is writ
 
 Concurrency: the session's lock guards it. Death: blocks of a killed process are freed by reclaim.
 
-Not here: publishing, matching. A copy that is a lease on a published block would come from `ready`.
+Not here: publishing, matching (sharing.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from shmcache._core import Block
 from shmcache.errors import CachePoolError, ContractError, SegmentError
@@ -29,12 +28,16 @@ from shmcache.policy.identity import CacheBlockId
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolResource
-from shmcache.session.backend import BlockSpec, HostAllocation, HostArray, HostCopy
+from shmcache.session.backend import BlockSpec, HostAllocation, HostCopy
+from shmcache.session.slices import (
+    Bytes,
+    class_bytes,
+    layer_groups,
+    slice_arrays,
+    slices_per_block,
+    stride,
+)
 
-_ALIGN: Final = 64
-_PAGE: Final = 4096
-
-_Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Key: TypeAlias = tuple[int, int, int, int, int]
 
 
@@ -54,29 +57,20 @@ class _GroupBlock(HostAllocation):
     def __init__(self, block: Block) -> None:
         super().__init__(block.capacity, 0)
         self._block = block
-        self._used: dict[int, weakref.ref[_Bytes]] = {}
+        self._used: dict[int, weakref.ref[Bytes]] = {}
 
     def has_free(self, index: int) -> bool:
         """Whether no array of an earlier copy in this slice is alive."""
         used = self._used.get(index)
         return used is None or used() is None
 
-    def slice(self, index: int, stride: int) -> _Bytes:
+    def slice(self, index: int, nbytes: int) -> Bytes:
         """The bytes of a slice; all arrays over them keep this very array, and the block, alive."""
-        made: _Bytes = np.frombuffer(
-            self._block.memoryview(), np.uint8, count=stride, offset=index * stride
+        made: Bytes = np.frombuffer(
+            self._block.memoryview(), np.uint8, count=nbytes, offset=index * nbytes
         )
         self._used[index] = weakref.ref(made)
         return made
-
-
-def layer_groups(model: PromptCacheModelIdentity) -> list[list[int]]:
-    """The layers of a model that may share blocks: those of equal policy, by global number."""
-    groups: dict[object, list[int]] = {}
-    for number, policy in enumerate(model.layer_layout, model.global_layer_start):
-        if policy.attention is not None:
-            groups.setdefault(policy, []).append(number)
-    return list(groups.values())
 
 
 class ArenaHostMemory:
@@ -117,7 +111,7 @@ class ArenaHostMemory:
         block = self._blocks.get(key)
         if block is not None and block.has_free(index):
             return 0
-        return class_bytes(slices * _stride(spec))
+        return class_bytes(slices * stride(spec))
 
     def transfer_bytes(self, spec: BlockSpec) -> int:
         """A slice moves."""
@@ -132,19 +126,10 @@ class ArenaHostMemory:
         key, index, slices = self._find(id, spec)
         block = self._blocks.get(key)
         if block is None or not block.has_free(index):
-            block = _GroupBlock(self._new_block(slices * _stride(spec)))
+            block = _GroupBlock(self._new_block(slices * stride(spec)))
             self._blocks[key] = block
-        room = block.slice(index, _stride(spec))
-        arrays: list[HostArray] = []
-        at = 0
-        for each in spec.arrays:
-            arrays.append(room[at : at + each.nbytes].view(each.dtype).reshape(each.shape))
-            at += _aligned(each.nbytes)
-        return HostCopy(tuple(arrays), block, spec.logical_bytes)
-
-    def ready(self, id: CacheBlockId) -> HostCopy | None:
-        """Nothing is shared yet."""
-        return None
+        room = block.slice(index, stride(spec))
+        return HostCopy(slice_arrays(room, 0, spec), block, spec.logical_bytes)
 
     def _find(self, id: CacheBlockId, spec: BlockSpec) -> tuple[_Key, int, int]:
         """Which block the slice is in, its index there, and how many slices that block has.
@@ -152,11 +137,10 @@ class ArenaHostMemory:
         A group that is too large for one block of the arena has several.
         """
         place = self._places.get(id.global_layer, _Place(id.global_layer, 0, 1))
-        stride = _stride(spec)
-        fit = max(self._block_bytes_max // stride, 1)
+        fit = slices_per_block(spec, self._block_bytes_max)
         part, index = divmod(place.number, fit)
         slices = min(place.layers - part * fit, fit)
-        return (place.group, part, id.start, id.end, stride), index, slices
+        return (place.group, part, id.start, id.end, stride(spec)), index, slices
 
     def _new_block(self, nbytes: int) -> Block:
         try:
@@ -173,18 +157,3 @@ class ArenaHostMemory:
             return copy.copy(error)
         arena, needed = self._pool.geometry().arena_bytes, getattr(error, "needed", 0)
         return CachePoolError.BudgetExceeded(CachePoolResource.HOST, arena + needed, arena)
-
-
-def class_bytes(nbytes: int) -> int:
-    """What a block of so many bytes occupies in an arena."""
-    align = _PAGE if nbytes >= _PAGE else _ALIGN
-    return -(-nbytes // align) * align
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def _stride(spec: BlockSpec) -> int:
-    """Bytes from one slice to the next; each array begins at a multiple of 64."""
-    return sum(_aligned(each.nbytes) for each in spec.arrays)

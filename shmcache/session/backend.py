@@ -114,9 +114,6 @@ class HostMemory(Protocol):
         allocators raise. Nothing is then occupied.
         """
 
-    def ready(self, id: CacheBlockId) -> HostCopy | None:
-        """A copy that exists already because the block is shared, or None: then it is copied."""
-
 
 class HostCopyOperation(Protocol):
     """A copy from device to host under way (`CacheHostDemotionOperation`)."""

@@ -36,13 +36,19 @@ class _LeaveHost(NamedTuple):
     awaited: bool = True
 
 
+class _Share(NamedTuple):
+    """A block to publish before it leaves the device."""
+
+    id: CacheBlockId
+
+
 class _AwaitWrite(NamedTuple):
     """A write that will free host memory."""
 
     ticket: Ticket
 
 
-Step = _Finish | _LeaveHost | _AwaitWrite
+Step = _Finish | _LeaveHost | _AwaitWrite | _Share
 
 
 class Balance:
@@ -164,10 +170,15 @@ class Balance:
         if record.storage.backing is not None:
             core.release_device_to_disk(record)
             return None
-        if core.memory.ready(victim) is None:
-            bound = core.memory.bound(victim, record.spec)
-            if not self.host_fits(bound):
-                return self._host_step(bound, required)
+        if core.shared is not None and core.shared.wants(victim):
+            return _Share(victim)
+        ready = core.ready(record)
+        if ready is not None:
+            self._demotions.take_ready(record, ready)
+            return None
+        bound = core.memory.bound(victim, record.spec)
+        if not self.host_fits(bound):
+            return self._host_step(bound, required)
         try:
             begun = self._demotions.begin(victim)
         except CacheResidencyError.Pool as error:
@@ -251,6 +262,9 @@ class Balance:
             self._demotions.finish(step.operation)
         elif isinstance(step, _AwaitWrite):
             self._disk.wait_write(step.ticket)
+        elif isinstance(step, _Share):
+            assert self._core.shared is not None
+            self._core.shared.demanded(step.id)
         else:
             gone = self._leave_host(step.id)
             if not isinstance(gone, Leaving):

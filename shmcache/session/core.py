@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmcache._core import CachePoolReservation
 from shmcache.errors import (
@@ -41,11 +41,14 @@ from shmcache.session.layers import ModelLayers
 from shmcache.session.ledger import Ledger, Peaks, Sums
 from shmcache.session.locking import SessionLock
 from shmcache.session.options import LiveCacheDiskPolicyEnabled, PagedCacheOptions
-from shmcache.session.records import BlockRecord, Contribution, Tail
+from shmcache.session.records import LEASED, BlockRecord, Contribution, Tail
 from shmcache.session.victims import EvictionIndex
 from shmcache.states.lifecycle import CacheBlockLifecycle, MutableCacheTail
 from shmcache.states.storage import CacheIoOperationKey, CacheStoragePhase
 from shmcache.telemetry import CacheResidencyTelemetry
+
+if TYPE_CHECKING:
+    from shmcache.session.sharing import Sharing
 
 _P = CacheStoragePhase
 _WRAPPED: dict[type[ContractError], type[CacheResidencyError]] = {
@@ -121,6 +124,7 @@ class SessionCore:
         self.generation = 0
         self.background_error: tuple[CacheIoOperationKey, str] | None = None
         self.closed = False
+        self.shared: Sharing | None = None
         self.lock = SessionLock(self.recount)
         # Growth and shrinking one at a time; taken before `lock`, never by leases.
         self.order = threading.RLock()
@@ -211,7 +215,10 @@ class SessionCore:
         if phase is _P.DEVICE:
             tier = CacheTier.DEVICE
         elif phase is _P.HOST_UNBACKED or phase is _P.HOST_BACKED:
-            tier = CacheTier.HOST
+            host = record.storage.host_resource
+            assert host is not None
+            if host.allocation is not LEASED:  # to let go of a lease frees nothing here
+                tier = CacheTier.HOST
         self.victims.place(record.id, tier)
         storage = record.storage
         if storage.host_demotion is not None or storage.io is not None:
@@ -325,6 +332,10 @@ class SessionCore:
             return self.memory.allocate(record.id, record.spec)
         except CachePoolError as error:
             raise CacheResidencyError.Pool(error) from error
+
+    def ready(self, record: BlockRecord) -> HostCopy | None:
+        """A host copy that exists already because the block is shared, or None."""
+        return None if self.shared is None else self.shared.ready(record)
 
     def reserve(self, *, host: int = 0, transfer: int = 0, disk: int = 0) -> CachePoolReservation:
         """Admission to the pool. Errors: Pool(BudgetExceeded)."""

@@ -31,9 +31,10 @@ class Demotions:
         core = self._core
         record = core.record(id)
         self._check_idle(record)
-        ready = core.memory.ready(id)
+        ready = core.ready(record)
         if ready is not None:
-            self._take_ready(record, ready)
+            self.take_ready(record, ready)
+            core.publish()
             return None
         bound = core.memory.bound(id, record.spec)
         held, budget = core.sums().host, core.options.host_budget_bytes
@@ -108,14 +109,15 @@ class Demotions:
         if record.storage.backing is not None:
             raise CacheResidencyError.Storage(CacheStorageError.BackingAlreadyExists())
 
-    def _take_ready(self, record: BlockRecord, host: HostCopy) -> None:
-        """A shared block needs no copy and no charge: begin and finish in one step."""
+    def take_ready(self, record: BlockRecord, host: HostCopy) -> None:
+        """A shared block needs no copy and no charge: begin and finish in one step. With the lock
+        held; the caller publishes.
+        """
         operation = _Ready(record.id, self._core.next_operation(), host)
         record.storage.begin_host_demotion(operation)
         record.storage.finish_host_demotion(operation.operation_id, host)
         self._core.count(record.id.global_layer, host_demotions=1)
         self._core.changed(record)
-        self._core.publish()
 
 
 class _Ready:

@@ -68,10 +68,6 @@ class PrivateHostMemory:
         capacity = self.bound(id, spec)
         return HostCopy(tuple(arrays), HostAllocation(capacity, capacity), capacity)
 
-    def ready(self, id: CacheBlockId) -> HostCopy | None:
-        """Private memory shares nothing."""
-        return None
-
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self._granule) * self._granule
 

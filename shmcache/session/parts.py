@@ -15,10 +15,13 @@ from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier, Leaving, remove_files
 from shmcache.session.generations import Generations, Retiring
+from shmcache.session.matching import Matching
 from shmcache.session.options import PagedCacheOptions
+from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.reading import Reader
 from shmcache.session.records import BlockFile
 from shmcache.session.scans import Scans
+from shmcache.session.sharing import Sharing
 from shmcache.session.shrinking import Shrinking
 from shmcache.session.tails import Tails
 
@@ -34,6 +37,7 @@ class SessionParts:
         backend: CacheBackend[Any],
         memory: HostMemory,
         session_id: int | None,
+        sharing: PrefixSharing | None,
         own: CacheResidencyPool | None,
     ) -> None:
         core = self.core = SessionCore(pool, model, options, backend, memory, session_id)
@@ -50,6 +54,14 @@ class SessionParts:
         self.generations = Generations(core, self.demotions, self.disk)
         self.shrinking = Shrinking(core, self.generations, self.reader)
         self.tails = Tails(core, self.balance, self.shrinking)
+        self.sharing = self.matching = None
+        if sharing is not None:
+            try:
+                self.sharing = core.shared = Sharing(core, self.demotions, model, sharing)
+            except BaseException:
+                core.end()
+                raise
+            self.matching = Matching(core, self.sharing)
         self.moves = Moves(core, self.demotions, self.disk)
         self._own = own
         self._handles = 0
@@ -104,6 +116,8 @@ class SessionParts:
         return retiring, [file for file in files if file is not None]
 
     def _leave(self, *, wait: bool) -> None:
+        if self.sharing is not None:
+            self.sharing.release_claim()
         self.disk.close_directory(wait=wait)
         self.core.end()
         if self._own is not None:
@@ -120,6 +134,15 @@ class Moves:
 
     def demote(self, id: CacheBlockId) -> None:
         """One tier down (`CacheSession.demote`)."""
+        shared = self._core.shared
+        if shared is not None:
+            with self._core.lock:
+                wanted = shared.wants(id)
+            if wanted:
+                shared.demanded(id)
+            with self._core.lock:
+                if wanted and self._core.record(id).storage.tier is CacheTier.HOST:
+                    return  # a session that reads the arena has it there now
         with self._core.lock:
             on_device, operation = self._begin(id)
         if operation is not None:

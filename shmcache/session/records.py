@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from shmcache.io import CacheIoTicket
 from shmcache.policy.identity import CacheBlockId
@@ -62,6 +62,9 @@ class Pending(NamedTuple):
 
 
 IDLE = Pending()
+
+
+LEASED: Final = HostAllocation(0, 0)  # of copies that are leases: the pool has charged the block
 
 
 class Contribution(NamedTuple):

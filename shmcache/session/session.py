@@ -24,17 +24,21 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 from shmcache.bounds import i64, instance, u64, usize
 from shmcache.policy.identity import CacheBlockId, CacheTier
+from shmcache.policy.prefix_keys import Tokens
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolUsage
+from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.backend import BlockSpec, CacheBackend, HostMemory
 from shmcache.session.gauges import snapshot
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.parts import SessionParts
+from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.reading import CacheBlockLease
 from shmcache.session.records import BlockFile
 from shmcache.session.scans import CachePiece
+from shmcache.session.sharing import CacheSharingReport
 from shmcache.states.storage import CacheStoragePhase
 from shmcache.telemetry import CacheResidencyReport
 
@@ -43,7 +47,9 @@ class CacheSession:
     """A handle on one live cache (see the module).
 
     `pool` is the one to join; None takes that of the options, or makes one for this session alone.
-    `backend` is the engine's memory, numpy's by default; `memory` says where host copies lie.
+    `backend` is the engine's memory, numpy's by default; `memory` says where host copies lie: in
+    the pool's arena for a session with `sharing`, else in private memory. `sharing` lets it publish
+    prefixes and adopt those of others.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class CacheSession:
         options: PagedCacheOptions,
         backend: CacheBackend[Any] | None = None,
         memory: HostMemory | None = None,
+        sharing: PrefixSharing | None = None,
         session_id: int | None = None,
     ) -> None:
         instance(options, PagedCacheOptions, "options")
@@ -72,8 +79,9 @@ class CacheSession:
                 model,
                 options,
                 backend or NumpyBackend(),
-                memory or PrivateHostMemory(),
+                memory or _usual_memory(options.pool, model, sharing),
                 session_id,
+                sharing,
                 own,
             )
         except BaseException:
@@ -149,6 +157,41 @@ class CacheSession:
             self._check_open()
             return self._parts.tails.position(usize(layer, "layer"))
 
+    # Sharing --------------------------------------------------------------------------------------
+
+    def match(self, tokens: Tokens, *, timeout: float | None = 0) -> int:
+        """Adopt the longest published prefix of `tokens`, leased and not copied; returns how many
+        tokens the session then has.
+
+        Contract: `tokens` are the ids from position 0 on. A session that has grown goes on where it
+        ends, if that is a multiple of the block size; elsewhere nothing is adopted. An engine hands
+        in all but the last token, which it must compute to get logits. While another live worker
+        computes the next block, it is waited for up to `timeout` seconds, and so on to the end of
+        the prefix; if its worker dies, the waiter is told at once, to compute it itself. Without
+        sharing nothing matches.
+
+        Errors: ValueError when they do not continue the tokens that the session knows.
+        """
+        with self._ordered():
+            matching = self._parts.matching
+            return 0 if matching is None else matching.match(tokens, timeout)
+
+    def feed(self, tokens: Tokens) -> None:
+        """Tell the ids of the tokens that are appended next, behind those that are known.
+
+        Why: blocks are shared under the names of their tokens. A block whose tokens are not known
+        when it is sealed stays private. Without sharing the ids are of no use.
+        """
+        with self._ordered():
+            if self._parts.sharing is not None:
+                self._parts.sharing.feed(tokens)
+
+    def sharing_report(self) -> CacheSharingReport:
+        """What was published and adopted so far; all zero without sharing."""
+        sharing = self._parts.sharing
+        with self._core.lock:
+            return CacheSharingReport() if sharing is None else sharing.report()
+
     # Reading --------------------------------------------------------------------------------------
 
     def lease(self, id: CacheBlockId) -> CacheBlockLease:
@@ -202,6 +245,8 @@ class CacheSession:
         with self._ordered():
             layers = self._core.layers
             self._parts.shrinking.truncate(layers[usize(layer, "layer")], i64(end, "end"))
+            if self._core.shared is not None:
+                self._core.shared.cut(layer, end)
 
     def discard_sliding(self, layer: int) -> int:
         """Drop the blocks that the layer's window has left behind; how many.
@@ -229,6 +274,8 @@ class CacheSession:
         """
         with self._ordered():
             self._parts.shrinking.clear()
+            if self._core.shared is not None:
+                self._core.shared.clear()
 
     # Moving ---------------------------------------------------------------------------------------
 
@@ -329,3 +376,9 @@ class CacheSession:
         if self.closed:
             raise ValueError("this handle of the session is closed")
         self._core.lock.check_process()
+
+
+def _usual_memory(
+    pool: CacheResidencyPool, model: PromptCacheModelIdentity, sharing: PrefixSharing | None
+) -> HostMemory:
+    return PrivateHostMemory() if sharing is None else ArenaHostMemory.for_model(pool, model)

@@ -40,6 +40,8 @@ class Tails:
         known = core.layer_specs.get(number)
         if known is None:
             spec = appended_spec(core.backend, layer, arrays)
+            if core.shared is not None:
+                core.shared.check(layer, spec)
             core.layer_specs[number] = layer.spec(spec, core.options.block_size_tokens)
             tokens = spec.tokens
         else:
@@ -149,6 +151,8 @@ class Tails:
                 step = self._insert(record, sealed)
         if step is not None:
             self._balance.go_on(step, id)
+        if core.shared is not None:
+            core.shared.sealed(id)
         core.telemetry.report.block_seals += 1  # growth is one at a time, and counts nothing else
 
     def _insert(self, record: BlockRecord, sealed: list[CacheBlockId]) -> Step | None:

@@ -16,10 +16,11 @@ from shmcache.policy.identity import CacheTier
 from shmcache.policy.layer import LayerCachePolicy
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolLimits, CachePoolResource
-from shmcache.session.arena_memory import ArenaHostMemory, class_bytes, layer_groups
+from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.numpy_backend import NumpyBackend
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
+from shmcache.session.slices import class_bytes, layer_groups
 from shmcache.states.storage import CacheStoragePhase as Phase
 from tests.session.rig import (
     FULL,

@@ -33,8 +33,9 @@ from shmcache.policy.layer import LayerCachePolicy
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolLimits
 from shmcache.session import block_files, disk
-from shmcache.session.arena_memory import ArenaHostMemory, layer_groups
+from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.session import CacheSession
+from shmcache.session.slices import layer_groups
 from shmcache.states.lifecycle import CacheEvictionPolicy
 from tests.session.counting import recounted
 from tests.session.rig import FULL, Copies, axes, left_in, make, model, published
