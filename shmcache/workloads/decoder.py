@@ -41,8 +41,8 @@ _UNSEEN = np.float32(-1e30)  # finite: a piece of which a query sees nothing mus
 
 
 class DecoderShape(msgspec.Struct, frozen=True):
-    """The sizes of a model. `windows`: one per layer, None where the whole prefix is seen. The first
-    `sinks` tokens are seen in every layer.
+    """The sizes of a model. `windows`: one per layer, None where the whole prefix is seen.
+    `sinks`: how many tokens, the first ones, are seen in every layer.
 
     Units: a window counts the visible tokens, the current one included.
     """

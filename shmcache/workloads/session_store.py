@@ -111,7 +111,8 @@ class SessionStore:
 
     def _copied(self, layer: int, start: int, end: int) -> tuple[Floats, ...]:
         """A layer's tokens from `start`, where a block begins, up to `end`."""
-        seen, copies = visible_start(end, self._windows[layer]), ()
+        seen = visible_start(end, self._windows[layer])
+        copies: tuple[Floats, ...] = ()
         oldest = end
         for piece in self._pieces(layer, seen):
             if piece.start + piece.keys.shape[1] > seen:  # not only there for its sinks
