@@ -13,8 +13,9 @@ Death       As the engine says. A token whose process forked is inert in the chi
 Fork        The first use of an inherited attachment opens the segment anew, as a new owner.
 Errors      One table: a status without an entry is a mistake that a test finds.
 
-core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/tokens.pxi the
-tokens, core/arena.pxi what an attachment does in the arena, core/leases.pxi what that hands out.
+core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/telling.pxi what
+sessions tell all processes, core/tokens.pxi the tokens, core/arena.pxi what an attachment does in
+the arena, core/leases.pxi what that hands out.
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
@@ -27,6 +28,7 @@ from cpython.buffer cimport (
     PyObject_GetBuffer)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from posix.unistd cimport close as close_descriptor
+from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject
 
 import os
@@ -54,6 +56,7 @@ STATE_ACTIVE, STATE_RETIRED, STATE_POISONED = (
     SHMC_POOL_ACTIVE, SHMC_POOL_RETIRED, SHMC_POOL_POISONED)
 VERDICT_ALIVE, VERDICT_DEAD, VERDICT_UNKNOWN = SHMC_ALIVE, SHMC_DEAD, SHMC_UNKNOWN
 OWNER_CLEANING = SHMC_OWNER_CLEANING
+LAYOUT_VERSION = SHMC_VERSION
 FLAG_VERIFY_FIRST, FLAG_VERIFY_ALWAYS, FLAG_HUGE_THP, FLAG_HUGETLB = (
     SHMC_FLAG_VERIFY_FIRST, SHMC_FLAG_VERIFY_ALWAYS, SHMC_FLAG_HUGE_THP, SHMC_FLAG_HUGETLB)
 OP_INVALIDATE, OP_PROTECT = SHMC_OP_INVALIDATE, SHMC_OP_PROTECT
@@ -80,10 +83,7 @@ def bind_values(usage_type, report_type, resources):
     """Tell the binding the classes of usages and reports; `resources` in the order of the axes."""
     global _usage_type, _report_type, _resources
     for axis, field in enumerate(usage_type.__struct_fields__):
-        member = usage_type.__dict__[field]
-        if type(member) is not types.MemberDescriptorType:
-            raise TypeError(f"{field} is not a slot of {usage_type.__name__}")
-        _usage_offsets[axis] = (<PyMemberDescrObject *>member).d_member.offset
+        _usage_offsets[axis] = _member_offset(usage_type, field)
     _usage_type, _report_type, _resources = usage_type, report_type, tuple(resources)
 
 
@@ -195,6 +195,13 @@ def segment_bytes(spec):
     return shmc_segment_bytes(&geometry)
 
 
+def tables_bytes(spec):
+    """The same of what stands before the arena."""
+    cdef shmc_geometry geometry
+    _read_geometry(spec, &geometry)
+    return shmc_tables_bytes(&geometry)
+
+
 def format_segment(int fd, spec):
     """Write a valid, empty segment into the file, which has `segment_bytes(spec)` bytes."""
     cdef shmc_geometry geometry
@@ -217,6 +224,7 @@ def problem_texts():
 
 
 include "core/attachment.pxi"
+include "core/telling.pxi"
 
 cdef class Arena(Attachment)  # in arena.pxi; what it hands out comes first
 

@@ -28,7 +28,7 @@ LAYERS = {
     "policy": "errors bounds msgspec numpy",
     "states": "errors bounds policy msgspec",
     "_core": "errors bounds cpython cython libc posix",
-    "pool": "errors bounds policy states _core posix_ipc numpy msgspec ml_dtypes",
+    "pool": "errors bounds policy states _core telemetry posix_ipc numpy msgspec ml_dtypes",
     "io": "errors bounds policy states msgspec",
     "telemetry": "errors bounds policy states msgspec psutil",
     "prompt": "errors bounds policy states msgspec numpy ml_dtypes safetensors",

@@ -592,6 +592,13 @@ cdef class Attachment:
         self._ready()
         return <int>shmc_pool_state_of(self._handle)
 
+    def _told(self):
+        """The words of all telemetry rows, summed: the sessions' counters, then the gauges."""
+        cdef uint32_t word
+        self._ready()
+        return [shmc_told(self._handle, word)
+                for word in range(SHMC_SESSION_COUNTERS_MAX + SHMC_GAUGES_MAX)]
+
     def _nonce_here(self):
         """This process's owner; 0 once closed, and in a forked child before its first use."""
         if self._closed or not shmc_is_mine(self._handle):
@@ -633,6 +640,11 @@ cdef class Attachment:
         cdef uint32_t slot = shmc_slot(self._handle)
         return (header.total_bytes, header.region_offset[<int>SHMC_REGION_ARENA], header.created_ns,
                 -1 if slot == UINT32_MAX else slot, shmc_nonce(self._handle))
+
+    def _redo_offset(self):
+        """Where in the segment the bytes begin that requests change under the lock."""
+        self._ready()
+        return shmc_header_of(self._handle).region_offset[<int>SHMC_REGION_REDO]
 
     def _wait_begin(self):
         """Join the threads that wait for capacity; returns the release counter as it is now."""

@@ -313,4 +313,8 @@ void shmc_check_arena(struct shmc_walk *walk);
 /* check.c; called with the lock held */
 void shmc_check(struct shmc_handle *handle, struct shmc_request *request);
 
+/* ---- snapshot.c ---- */
+enum shmc_status shmc_snapshot_take(struct shmc_handle *handle, struct shmc_snapshot *snapshot);
+void shmc_snapshot_copy(const struct shmc_handle *handle, uint8_t *copy);
+
 #endif

@@ -42,6 +42,7 @@ from shmcache.session.ledger import Ledger, Peaks, Sums
 from shmcache.session.locking import SessionLock
 from shmcache.session.options import LiveCacheDiskPolicyEnabled, PagedCacheOptions
 from shmcache.session.records import LEASED, BlockRecord, Contribution, Tail
+from shmcache.session.telling import tell_levels, telling
 from shmcache.session.victims import EvictionIndex
 from shmcache.states.lifecycle import CacheBlockLifecycle, MutableCacheTail
 from shmcache.states.storage import CacheIoOperationKey, CacheStoragePhase
@@ -135,6 +136,7 @@ class SessionCore:
             self._membership = pool.register_manager(session_id)
         self.id = self._membership.manager
         self.layers = ModelLayers(model, self.id)
+        self.telling = telling(pool, self.telemetry.report)
 
     # Looking --------------------------------------------------------------------------------------
 
@@ -319,6 +321,7 @@ class SessionCore:
         """
         sums = self.published = self.sums()
         self.peaks.see(sums)
+        tell_levels(self.telling, sums)
         try:
             if handover is None:
                 return self.pool.update_manager(self.id, sums.usage())
@@ -354,10 +357,12 @@ class SessionCore:
         for name, amount in amounts.items():
             setattr(report, name, getattr(report, name) + amount)
             setattr(row, name, getattr(row, name) + amount)
+        self.telling.count()
 
     def end(self) -> None:
         """Let go of all memory, then leave the pool."""
         for id in list(self.records):
             self.forget(id)
         self.tails.clear()
+        self.telling.end()
         self._membership.release()

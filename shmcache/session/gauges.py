@@ -50,6 +50,7 @@ def snapshot(core: SessionCore) -> CacheResidencyReport:
         core.options.host_budget_bytes,
         core.options.disk_budget_bytes,
     )
+    core.telling.stand_all()
     return copy.deepcopy(report)
 
 

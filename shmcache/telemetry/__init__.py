@@ -1,7 +1,7 @@
 """Bounded reports of what a session's cache holds and does, and their sum over sessions."""
 
 from shmcache.telemetry.collector import CacheResidencyTelemetry
-from shmcache.telemetry.process import sample_process
+from shmcache.telemetry.process import ProcessSample, sample_process, sample_process_of
 from shmcache.telemetry.report import (
     CACHE_RESIDENCY_LAYER_REPORT_LIMIT,
     CacheLayerResidencyReport,
@@ -17,5 +17,7 @@ __all__ = [
     "CacheResidencyReport",
     "CacheResidencyTelemetry",
     "CacheResidencyTotals",
+    "ProcessSample",
     "sample_process",
+    "sample_process_of",
 ]
