@@ -85,7 +85,7 @@ def read_block(file: BlockFile, arrays: Sequence[HostArray]) -> None:
         digest = hashlib.sha256()
         at = 0
         os.lseek(fd, file.payload_start, os.SEEK_SET)
-        for place, array in zip(file.places, arrays, strict=True):
+        for place, array in sorted(zip(file.places, arrays, strict=True), key=lambda each: each[0]):
             _skip(fd, place.start - at, digest)
             view = _bytes_of(array)
             _read_all(fd, view, file.path)

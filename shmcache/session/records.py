@@ -22,7 +22,7 @@ class ArrayPlace(NamedTuple):
 class BlockFile(NamedTuple):
     """A block as a file, and what every byte of it must be.
 
-    Units: `payload_start` is the size of the header; `places` count from there, ascending.
+    Units: `payload_start` is the size of the header; `places` count from there, one per array.
     Contract: a persistent file belongs to a prompt cache: it is not charged and not deleted.
     """
 
