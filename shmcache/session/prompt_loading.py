@@ -120,6 +120,7 @@ class PromptLoading:
         for block in cache.manifest.blocks:
             self._blocks.setdefault(block.global_layer, []).append(block)
         self._leased: dict[tuple[int, int], Bytes] = {}  # by the group's number and the index
+        self._buffer: Bytes = np.empty(0, np.uint8)
         self._room = sharing is not None and sharing.options.publish != "never"
 
     def load(self, tokens: TokenIds) -> bool:
@@ -228,13 +229,13 @@ class PromptLoading:
 
     def _fill(self, block: Block, place: _Place) -> None:
         """Each layer's payload into its slice. Errors: those of `PromptCacheReader.read`."""
-        group, room = place.group, None
+        group = place.group
         for number, layer in enumerate(group.layers):
             entry = self._whole(layer, place.at)
             assert entry is not None
-            if room is None:
-                room = np.empty(entry.logical_bytes, np.uint8)
-            arrays = self._cache.read(entry, into=room)
+            if len(self._buffer) < entry.logical_bytes:
+                self._buffer = np.empty(entry.logical_bytes, np.uint8)
+            arrays = self._cache.read(entry, into=self._buffer)
             _copy(block, number * group.stride, group.spec, [arrays[n] for n in layer.names])
 
     # Into the session -----------------------------------------------------------------------------

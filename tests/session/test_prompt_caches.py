@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +13,11 @@ import pytest
 from msgspec.structs import replace
 
 from shmcache import (
-    AttentionPolicy,
     CacheResidencyError,
     CacheResidencyPool,
     CacheStoragePhase,
-    LayerCachePolicy,
-    NumpyBackend,
-    PrefixSharing,
     PromptCacheDescriptor,
     PromptCacheError,
-    PromptCacheModelIdentity,
     PromptCacheOptions,
     PromptCachePersistenceError,
     PromptCacheReader,
@@ -37,96 +30,8 @@ from shmcache.pool.values import CachePoolLimits
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
 from tests.prompt.faults import failing
-from tests.session.rig import FULL, axes, left_in, model
-from tests.support import PATIENCE_S, Worker
-
-BLOCK = 4
-IDS = list(range(100, 164))
-SLIDING = AttentionPolicy.sliding(6)
-KEY_VALUE = LayerCachePolicy.key_value(FULL, 2, 4)
-MODELS = {
-    "key-value": model(KEY_VALUE, KEY_VALUE),
-    "keys only": model(LayerCachePolicy.key_only(FULL, 2, 4), KEY_VALUE),
-    "latent": model(*[LayerCachePolicy.compressed_latent_rotary(FULL, 8, 2)] * 2),
-    "window": model(KEY_VALUE, LayerCachePolicy.key_value(SLIDING, 1, 2)),
-    "window and sinks": model(KEY_VALUE, LayerCachePolicy.key_value(SLIDING, 1, 2), sink_tokens=4),
-}
-FLAT = MODELS["key-value"]
-
-
-@dataclass
-class Engine:
-    """Starts sessions that are alike, and computes what they hold from the ids alone."""
-
-    model: PromptCacheModelIdentity
-    pool: CacheResidencyPool
-    dtype: Any = np.float16
-    shares: bool = True
-    publish: Any = "on_seal"
-    reads_host: bool = True
-    retains: bool = False
-    salt: str = ""
-
-    def given(self) -> dict[str, Any]:
-        options = PagedCacheOptions(BLOCK, 1 << 16, 1 << 16, 1)
-        sharing = PrefixSharing(
-            checkpoint_fingerprint="weights",
-            dtype=self.dtype,
-            publish=self.publish,
-            salt=self.salt,
-        )
-        return {
-            "model": self.model,
-            "options": options.with_persistence_retention(self.retains),
-            "backend": NumpyBackend(reads_host=self.reads_host),
-            "sharing": sharing if self.shares else None,
-        }
-
-    @property
-    def descriptor(self) -> PromptCacheDescriptor:
-        return PromptCacheDescriptor.from_model_identity(self.model, "weights", "text", 1)
-
-    def start(self) -> CacheSession:
-        return CacheSession(self.pool, **self.given())
-
-    def load(self, cache: Path, count: int, **other: Any) -> CacheSession:
-        given = {"tokens": IDS[:count], "descriptor": self.descriptor, **self.given(), **other}
-        return CacheSession.load_prompt_cache(cache, self.pool, **given)
-
-    def grow(self, session: CacheSession, count: int) -> CacheSession:
-        """Append that many tokens to all layers; windows discard as they go."""
-        first = session.position(next(iter(session._core.layers)).global_layer)
-        session.feed(IDS[first : first + count])
-        for start in range(first, first + count, BLOCK):
-            for layer in session._core.layers:
-                end = min(start + BLOCK, first + count)
-                session.append(layer.global_layer, *self.arrays(layer, start, end))
-                session.discard_sliding(layer.global_layer)
-        return session
-
-    def arrays(self, layer: Any, start: int, end: int) -> list[Any]:
-        made = []
-        for number, width in enumerate(layer.widths):
-            shape = (1, *layer.heads, end - start, width)
-            place = np.arange(start, end)[:, None] * 7 + np.arange(width) + 64 * number
-            values = np.broadcast_to(place + layer.global_layer * 13, shape) % 251
-            made.append(values.astype(self.dtype))
-        return made
-
-    def check(self, session: CacheSession, count: int) -> None:
-        """Whatever the next token sees is there, bit by bit."""
-        for layer in session._core.layers:
-            number, seen = layer.global_layer, np.zeros(count, bool)
-            assert session.position(number) == count
-            for piece in session.scan(number):
-                expected = self.arrays(layer, piece.start, piece.end)
-                for found, wanted in zip(piece.arrays, expected, strict=True):
-                    assert found.dtype == wanted.dtype
-                    assert found.tobytes() == wanted.tobytes()
-                seen[piece.start : piece.end] = True
-            first = 0 if layer.window is None else max(count - layer.window, 0)
-            assert seen[first:].all()
-            assert seen[: session._core.layers.prefix_tokens].all()
+from tests.session.prompt_engine import FLAT, IDS, MODELS, Engine, described, saved, sharing
+from tests.session.rig import axes, left_in
 
 
 @pytest.fixture
@@ -143,12 +48,6 @@ def pool() -> Iterator[CacheResidencyPool]:
 @pytest.fixture
 def other_pool() -> Iterator[CacheResidencyPool]:
     yield from pool.__wrapped__()  # type: ignore[attr-defined]
-
-
-def saved(engine: Engine, cache: Path, count: int = 18) -> Path:
-    with engine.grow(engine.start(), count) as session:
-        session.save_prompt_cache(cache, tokens=IDS, descriptor=engine.descriptor)
-    return cache
 
 
 # There and back -----------------------------------------------------------------------------------
@@ -262,15 +161,6 @@ def test_who_may_not_publish_reads_files(
     with engine.load(cache, 18, **sharing(engine, leased_bytes_max=700)) as session:
         assert len({session.phase(id) for id in session.blocks()}) == 2
         engine.check(session, 18)
-
-
-def sharing(engine: Engine, **changes: Any) -> dict[str, Any]:
-    given = {"checkpoint_fingerprint": "weights", "dtype": engine.dtype, **changes}
-    return {"sharing": PrefixSharing(**given)}
-
-
-def described(engine: Engine, **changes: Any) -> dict[str, Any]:
-    return {"descriptor": replace(engine.descriptor, **changes)}
 
 
 def test_prune_keeps_what_a_session_rests_on(
@@ -437,100 +327,3 @@ def test_a_disk_that_fails_leaves_the_previous_cache(
         assert inspect_prompt_cache(cache) == before
         for id in session.blocks():
             session.remove(id)  # nothing is leased
-
-
-# Many workers -------------------------------------------------------------------------------------
-
-WORKER = """
-import os
-from pathlib import Path
-from tests.session.test_prompt_caches import *
-
-def attach(name, window):
-    global engine
-    shared = CacheResidencyPool.attach(name)
-    engine = Engine(MODELS["window" if window else "key-value"], shared)
-
-def count_payloads():
-    global payloads
-    payloads = []
-    real = PromptCacheReader.read
-    def read(self, entry, into=None):
-        if into is not None:
-            payloads.append(entry.shard)
-        return real(self, entry, into)
-    PromptCacheReader.read = read
-
-def load(cache, count):
-    global session
-    session = engine.load(Path(cache), count)
-    engine.check(session, count)
-    return payloads
-
-def stop_at(number):
-    "Announces the read of that number, and never comes back from it."
-    import signal
-    real = PromptCacheReader.read
-    def read(self, entry, into=None):
-        if len(payloads) == number:
-            tell("reading", payloads)
-            signal.pause()
-        return real(self, entry, into)
-    PromptCacheReader.read = read
-"""
-
-
-@pytest.fixture
-def named(pool_name: str) -> Iterator[CacheResidencyPool]:
-    limits = CachePoolLimits(1 << 20, 1 << 22, 1 << 20, 1 << 20)
-    with CacheResidencyPool.create(pool_name, limits, arena_bytes=1 << 22, blocks_max=256) as made:
-        yield made
-    CacheResidencyPool.destroy(pool_name)
-
-
-def test_eight_workers_read_the_files_once_and_hold_the_bytes_once(
-    named: CacheResidencyPool, pool: CacheResidencyPool, tmp_path: Path
-) -> None:
-    """One of them is killed in the middle of a block, with its claim."""
-    cache = saved(Engine(FLAT, pool), tmp_path / "cache", 34)
-    workers = [Worker(WORKER) for _ in range(8)]
-    try:
-        for worker in workers:
-            worker.call("attach(name, False); count_payloads()", name=named.name)
-        killed, *others = workers
-        killed.call("stop_at(5)")
-        killed.begin("load(cache, 34)", cache=str(cache))
-        before = killed.expect("reading")
-        assert named.arena_report().stored == 2  # whole blocks of both layers
-        for worker in others:
-            worker.begin("load(cache, 34)", cache=str(cache))
-        killed.kill()
-        read = [shard for worker in others for shard in worker.finish()]
-        blocks = [b for b in inspect_prompt_cache(cache).blocks if b.end % BLOCK == 0]
-        assert sorted(read + before[:4]) == sorted(block.shard for block in blocks)
-        arena = named.arena_report()
-        assert (arena.stored, arena.duplicates, arena.used_blocks) == (8, 0, 8)
-        assert named.report().current_host_bytes == arena.used_bytes
-        assert arena.private_bytes == 0
-        assert not named.verify().problems
-        with Engine(FLAT, named).load(cache, 34) as session:
-            assert session.sharing_report().published == 0
-    finally:
-        for worker in workers:
-            worker.close()
-    named.sweep()
-
-
-def test_a_loader_that_stands_still_is_not_waited_for_forever(
-    named: CacheResidencyPool, pool: CacheResidencyPool, tmp_path: Path
-) -> None:
-    cache = saved(Engine(FLAT, pool), tmp_path / "cache")
-    with Worker(WORKER) as standing:
-        standing.call("attach(name, False); count_payloads(); stop_at(3)", name=named.name)
-        standing.begin("load(cache, 18)", cache=str(cache))
-        standing.expect("reading", limit_s=PATIENCE_S)
-        engine = Engine(FLAT, named)
-        with engine.load(cache, 18, timeout=0) as session:
-            engine.check(session, 18)
-            assert os.path.exists(f"/proc/{standing.pid}")
-    named.sweep()
