@@ -2,7 +2,7 @@
 
 Each test carries the number of its case; the others of the log that concern blocks are told, with
 the same numbers, where they are tested: kills at every instruction in tests/crash (C03, C21), room
-on the host in tests/pool (C09, C26, C28), wrong layouts and damaged files in tests/prompt (C17).
+on the host in tests/pool and tests/process (C09, C26, C28), wrong layouts in tests/policy (C17).
 """
 
 from __future__ import annotations
