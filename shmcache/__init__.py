@@ -21,6 +21,7 @@ from shmcache.errors import (
     CacheResidencyError,
     CacheStorageError,
     ContractError,
+    DumpError,
     LayerScheduleError,
     LiveCachePublicationError,
     PromptCacheError,
@@ -82,6 +83,7 @@ from shmcache.pool.arena import (
     BlockStat,
     PublishResult,
 )
+from shmcache.pool.dump import DumpHeader, PoolDump, read_dump
 from shmcache.pool.host import HostRoom, read_host_room
 from shmcache.pool.names import segment_names, segment_path
 from shmcache.pool.owners import (
@@ -93,6 +95,16 @@ from shmcache.pool.owners import (
 )
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.segment import SegmentGeometry
+from shmcache.pool.snapshot import (
+    SNAPSHOT_VERSION,
+    ArenaSnapshot,
+    AxesSnapshot,
+    AxisSnapshot,
+    ManagerSnapshot,
+    OwnerSnapshot,
+    PoolSnapshot,
+    snapshot_schema,
+)
 from shmcache.pool.supervisor import Supervisor, SupervisorEvent, SupervisorEventKind
 from shmcache.pool.values import (
     CachePoolLimits,
@@ -100,6 +112,7 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
+from shmcache.pool.watching import PoolWatcher
 from shmcache.prompt.generations import (
     PromptCacheGeneration,
     PromptCacheGenerationKind,
@@ -167,11 +180,15 @@ __all__ = [
     "PROMPT_CACHE_CURRENT_FILE",
     "PROMPT_CACHE_GENERATIONS_DIRECTORY",
     "PROMPT_CACHE_SCHEMA_VERSION",
+    "SNAPSHOT_VERSION",
     "ArenaClass",
     "ArenaHolding",
     "ArenaHostMemory",
     "ArenaReport",
+    "ArenaSnapshot",
     "AttentionPolicy",
+    "AxesSnapshot",
+    "AxisSnapshot",
     "Block",
     "BlockStat",
     "CacheBackend",
@@ -224,6 +241,8 @@ __all__ = [
     "CacheTier",
     "Claim",
     "ContractError",
+    "DumpError",
+    "DumpHeader",
     "HostRoom",
     "LayerCachePolicy",
     "LayerRange",
@@ -234,12 +253,17 @@ __all__ = [
     "LiveCacheBlockPublication",
     "LiveCacheDiskPolicy",
     "LiveCachePublicationError",
+    "ManagerSnapshot",
     "MutableCacheTail",
     "MutableStateResidency",
     "NumpyBackend",
     "OwnerRecord",
+    "OwnerSnapshot",
     "OwnerVerdict",
     "PagedCacheOptions",
+    "PoolDump",
+    "PoolSnapshot",
+    "PoolWatcher",
     "PoolingStateComponent",
     "PrefixKeys",
     "PrefixSharing",
@@ -287,11 +311,13 @@ __all__ = [
     "prompt_cache_rank_path",
     "prompt_cache_token_fingerprint",
     "prune_prompt_cache",
+    "read_dump",
     "read_host_room",
     "resolve_prompt_cache_root",
     "safe_prompt_cache_shard_path",
     "segment_names",
     "segment_path",
+    "snapshot_schema",
     "validate_prompt_cache_manifest",
     "validate_prompt_cache_model_identity",
     "verify_prompt_cache",

@@ -25,6 +25,7 @@ from shmcache.errors import (
     CacheResidencyError,
     CacheStorageError,
     ContractError,
+    DumpError,
     LayerScheduleError,
     LiveCachePublicationError,
     PromptCacheError,
@@ -58,6 +59,7 @@ FAMILIES: tuple[type[ContractError], ...] = (
     CacheResidencyError,
     TraceError,
     WorkloadError,
+    DumpError,
 )
 
 
@@ -197,6 +199,10 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (WorkloadError.ModelUnsupported("a.gguf", "it has no x"), ("a.gguf", "it has no x")),
     (WorkloadError.ConfigUnreadable("a/config.json", "why"), ("'a/config.json'", "why")),
     (WorkloadError.ConfigUnsupported("gpt9", "n_head", "why"), ("'gpt9'", "n_head", "why")),
+    (DumpError.Unreadable("a.dump", "no such file"), ("'a.dump'", "no such file")),
+    (DumpError.Unwritable("a.dump", "no room"), ("'a.dump'", "no room")),
+    (DumpError.Damaged("a.dump", "why"), ("'a.dump'", "why", "shmcache dump")),
+    (DumpError.Version("layout", 4, 3), ("layout 3", "reads 4")),
 )
 IDS = [type(error).__qualname__ for error, _ in SAMPLES]
 each_sample = pytest.mark.parametrize(("error", "parts"), SAMPLES, ids=IDS)

@@ -43,6 +43,7 @@ for _command in (
     pools.owners,
     arena.arena,
     pools.verify,
+    pools.dump,
     pools.reclaim,
     pools.destroy,
     supervise.supervise,

@@ -29,6 +29,7 @@ class _PoolName(_StrParam):
 POOL_NAME = _PoolName()
 
 pool_argument = click.argument("name", metavar="NAME", type=POOL_NAME)
+optional_pool_argument = click.argument("name", metavar="[NAME]", type=POOL_NAME, required=False)
 
 
 def hex_id(number: int) -> str:

@@ -23,13 +23,15 @@ from shmcache import (
     CacheResidencyPool,
     ReclaimedOwner,
     SegmentGeometry,
+    VerifyReport,
     bounds,
+    read_dump,
 )
 from shmcache.cli.answers import Answer, Command, table
-from shmcache.cli.names import hex_id, pool_argument
+from shmcache.cli.names import hex_id, optional_pool_argument, pool_argument
 from shmcache.cli.sizes import SIZE, format_size
 
-_COMMAND_COLUMNS_MAX = 60
+_FILE = click.Path(dir_okay=False, path_type=Path)
 _Decorator: TypeAlias = Callable[[Callable[..., Answer]], Callable[..., Answer]]
 _AXES = tuple(resource.value for resource in CachePoolResource)
 
@@ -143,20 +145,21 @@ def report(name: str) -> Answer:
       shmcache report llm --json | jq .axes.host.current_bytes
     """
     with CacheResidencyPool.observe(name) as pool:
-        totals, owners = pool.report(), pool.owners()
-        axes = {
-            axis: {
-                "current_bytes": getattr(totals, f"current_{axis}_bytes"),
-                "peak_bytes": getattr(totals, f"peak_{axis}_bytes"),
-                "limit_bytes": getattr(totals.limits, f"{axis}_bytes"),
-            }
-            for axis in _AXES
+        taken = pool.snapshot()
+        counts = {
+            "owners": len(taken.owners),
+            "managers": len(taken.managers),
+            "reservations": taken.reservations,
         }
-        reservations = sum(owner.reservations for owner in owners)
-        counts = {"owners": len(owners), "managers": totals.managers, "reservations": reservations}
-        document = identity_of(pool) | counts | {"axes": axes}
-        document |= sizes_document(pool.geometry())
-    rows = ((axis.replace("_", " "), *map(format_size, row.values())) for axis, row in axes.items())
+        document = identity_of(pool) | counts | {"axes": taken.axes}
+        document |= sizes_document(pool.geometry()) | {"snapshot": taken}
+    rows = (
+        (
+            axis.replace("_", " "),
+            *map(format_size, (row.current_bytes, row.peak_bytes, row.limit_bytes)),
+        )
+        for axis, row in taken.axes.items()
+    )
     heading = f"pool {name!r}, id {document['pool_id']}, {document['state']}"
     held = ", ".join(f"{count} {what}" for what, count in counts.items())
     return Answer(document, (heading, held, table("axis >current >peak >limit", rows)))
@@ -174,19 +177,19 @@ def owners(name: str) -> Answer:
       shmcache owners llm
     """
     with CacheResidencyPool.observe(name) as pool:
-        records = pool.owners()
+        records = pool.snapshot().owners
         listed = [
             {
                 "slot": owner.slot,
                 "pid": owner.pid,
-                "nonce": hex_id(owner.nonce),
+                "nonce": owner.nonce,
                 "started": _time(owner.started_ns),
                 "verdict": owner.verdict,
                 "cleaning": owner.cleaning,
                 "managers": owner.managers,
                 "reservations": owner.reservations,
                 "usage": owner.usage,
-                "command": _command_line(owner.pid),
+                "command": owner.command,
             }
             for owner in records
         ]
@@ -207,31 +210,80 @@ def owners(name: str) -> Answer:
 
 
 @click.command(cls=Command)
-@pool_argument
-def verify(name: str) -> Answer:
+@optional_pool_argument
+@click.option("--dump", "path", type=_FILE, help="Look at a file that `dump` wrote instead.")
+def verify(name: str | None, path: Path | None) -> Answer:
     """Recount everything in a pool. A finding (exit code 1) poisons it: nobody uses it any more.
 
-    Other processes wait for the length of the walk, some milliseconds.
+    Other processes wait for the length of the walk, some milliseconds. A dump is looked at in
+    private.
 
     \b
     Example:
       shmcache verify llm || shmcache destroy --force llm
+      shmcache verify --dump llm.dump
     """
+    if path is not None and name is None:
+        return _verify_dump(path)
+    if name is None or path is not None:
+        raise click.UsageError("name a pool, or a file with --dump")
     with CacheResidencyPool.observe(name) as pool:
         found = pool.verify()
-        document = identity_of(pool) | {
-            "ok": found.ok,
-            "problems_count": found.problems_count,
-            "problems": found.problems,
-        }
+        identity = identity_of(pool)
+    return _verified(f"pool {name!r}", identity, found, "destroy it and create it again")
+
+
+def _verify_dump(path: Path) -> Answer:
+    dump = read_dump(path)
+    found, header = dump.verify(), dump.header
+    identity: dict[str, object] = {
+        "name": header.name,
+        "pool_id": header.pool_id,
+        "state": header.state,
+    }
+    what = f"the dump of pool {header.name!r}, which was {header.state}"
+    advice = "" if header.locked else "taken without the lock: some may have been half-made changes"
+    return _verified(what, identity, found, advice)
+
+
+def _verified(what: str, identity: dict[str, object], found: VerifyReport, advice: str) -> Answer:
+    document = identity | {
+        "ok": found.ok,
+        "problems_count": found.problems_count,
+        "problems": found.problems,
+    }
     if found.ok:
-        return Answer(document, (f"pool {name!r} is sound",))
+        return Answer(document, (f"{what} is sound",))
     if not found.problems:
-        return Answer(document, (f"pool {name!r} is {found.state}, no finding",), finding=True)
+        return Answer(document, (f"{what} is {found.state}, no finding",), finding=True)
     rows = ((row.kind, row.index, row.expected, row.actual) for row in found.problems)
-    heading = f"pool {name!r} is {found.state}: {found.problems_count} findings"
+    heading = f"{what} is {found.state}: {found.problems_count} findings"
     listed = table("finding >index >expected >actual", rows)
-    return Answer(document, (heading, listed, "destroy it and create it again"), finding=True)
+    return Answer(document, (heading, listed, advice), finding=True)
+
+
+@click.command(cls=Command)
+@pool_argument
+@click.argument("path", metavar="FILE", type=_FILE)
+@click.option("--no-lock", is_flag=True, help="Do not wait for it: its holder is stopped.")
+def dump(name: str, path: Path, no_lock: bool) -> Answer:
+    """Write all tables of a pool into a file, without the bytes of its blocks.
+
+    For `verify --dump`, or a look from Python, on another host or after the pool has gone. The file
+    has the keys of blocks, the process ids and the beginnings of command lines. Other processes
+    wait for the length of a copy, some milliseconds.
+
+    \b
+    Example:
+      shmcache dump llm llm.dump
+      shmcache verify --dump llm.dump
+    """
+    with CacheResidencyPool.observe(name) as pool:
+        header = pool.dump(path, locked=not no_lock)
+        document = identity_of(pool) | {"file": str(path), "locked": header.locked}
+    size_bytes = path.stat().st_size
+    text = f"pool {name!r} is in {str(path)!r}, {format_size(size_bytes)}"
+    return Answer(document | {"file_bytes": size_bytes}, (text,))
 
 
 @click.command(cls=Command)
@@ -299,13 +351,3 @@ def _time(wall_ns: int | None) -> str | None:
     if wall_ns is None:
         return None
     return datetime.fromtimestamp(wall_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _command_line(pid: int) -> str | None:
-    """The beginning of the process's command line, printable; None when it cannot be read."""
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return None
-    text = raw.replace(b"\0", b" ").decode(errors="replace").strip()
-    return "".join(c if c.isprintable() else "?" for c in text[:_COMMAND_COLUMNS_MAX]) or None

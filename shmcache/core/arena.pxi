@@ -24,6 +24,111 @@ cdef int _read_key(object key, uint64_t *words) except -1:
     return 0
 
 
+cdef dict _totals(const shmc_arena_report *report):
+    return dict(
+        used_blocks=report.used_blocks, used_bytes=report.used_bytes,
+        slabs_used=report.slabs_used, draining=report.draining, stored=report.stored,
+        evicted=report.evicted, invalidated=report.invalidated, duplicates=report.duplicates,
+        unindexed=report.unindexed, slabs_moved=report.slabs_moved)
+
+
+cdef list _class_rows(const shmc_arena_report *report, const uint64_t *leased):
+    """Of the classes in use."""
+    cdef uint32_t index
+    return [
+        (report.classes[index].block_bytes, report.classes[index].slabs,
+         report.classes[index].used, report.classes[index].published,
+         report.classes[index].counts[<int>SHMC_QUEUE_DOOMED],
+         report.classes[index].counts[<int>SHMC_QUEUE_PROTECTED], leased[index])
+        for index in range(SHMC_CLASSES_MAX) if report.classes[index].slabs
+    ]
+
+
+cdef list _holding_rows(const shmc_holding *rows, uint32_t owners):
+    cdef uint32_t slot
+    return [(rows[slot].leased_blocks, rows[slot].leased_bytes, rows[slot].private_blocks,
+             rows[slot].private_bytes) for slot in range(owners)]
+
+
+cdef class _Snapshot:
+    """Room for a snapshot of the engine's, and what it says."""
+
+    cdef shmc_snapshot rows
+    cdef uint32_t owners_max, slabs_max
+    cdef uint64_t slab_bytes
+    cdef int *verdicts
+    cdef uint64_t *counters
+    cdef shmc_holding *pinned  # by slot
+    cdef uint64_t[64] leased
+
+    cdef int make_room(self, const shmc_header *header) except -1:
+        cdef const shmc_geometry *geometry = &header.geometry
+        self.owners_max, self.slabs_max = geometry.owners_max, header.slabs_max
+        self.slab_bytes = header.slab_bytes
+        self.rows.owners = <shmc_owner_view *>calloc(self.owners_max, sizeof(shmc_owner_view))
+        self.rows.held = <shmc_held *>calloc(self.owners_max, sizeof(shmc_held))
+        self.rows.managers = <shmc_entry *>calloc(geometry.managers_max, sizeof(shmc_entry))
+        self.rows.slabs = <shmc_slab *>calloc(self.slabs_max + 1, sizeof(shmc_slab))
+        self.verdicts = <int *>calloc(self.owners_max, sizeof(int))
+        self.counters = <uint64_t *>calloc(self.owners_max * SHMC_COUNTERS, sizeof(uint64_t))
+        self.pinned = <shmc_holding *>calloc(self.owners_max, sizeof(shmc_holding))
+        if (self.rows.owners == NULL or self.rows.held == NULL or self.rows.managers == NULL
+                or self.rows.slabs == NULL or self.verdicts == NULL or self.counters == NULL
+                or self.pinned == NULL):
+            raise MemoryError()
+        return 0
+
+    def __dealloc__(self):
+        free(self.rows.owners)
+        free(self.rows.held)
+        free(self.rows.managers)
+        free(self.rows.slabs)
+        free(self.verdicts)
+        free(self.counters)
+        free(self.pinned)
+
+    cdef tuple told(self, pool_id, limits):
+        cdef const shmc_report *r = &self.rows.report
+        cdef const shmc_entry *entry
+        cdef uint64_t k
+        report = _report_type(
+            pool_id, r.managers, r.current[0], r.peak[0], r.current[1], r.peak[1],
+            r.current[2], r.peak[2], r.current[3], r.peak[3], limits)
+        managers = []
+        for k in range(self.rows.managers_count):
+            entry = &self.rows.managers[k]
+            managers.append((entry.id, SHMC_ENTRY_OWNER(entry.state), _make_usage(entry.usage)))
+        owners = [self.owner(k) for k in range(self.rows.owners_count)]
+        return (report, (r.reservations, r.recoveries), owners, managers,
+                self.arena() if self.slabs_max else None)
+
+    cdef tuple owner(self, uint32_t k):
+        cdef const shmc_owner_view *view = &self.rows.owners[k]
+        cdef const shmc_held *held = &self.rows.held[view.slot]
+        cdef const shmc_holding *pinned = &self.pinned[view.slot]
+        cdef uint32_t counter
+        return (
+            (view.slot, view.state, view.nonce, view.pid, view.start_ticks, view.attach_seq,
+             self.verdicts[k]),
+            (held.managers, held.reservations, _make_usage(held.usage)),
+            (pinned.leased_blocks, pinned.leased_bytes, pinned.private_blocks,
+             pinned.private_bytes),
+            tuple([self.counters[k * SHMC_COUNTERS + counter] for counter in range(SHMC_COUNTERS)]))
+
+    cdef tuple arena(self):
+        cdef const shmc_arena_report *report = &self.rows.arena
+        cdef uint32_t index
+        cdef uint64_t kind
+        slabs = []
+        for index in range(self.slabs_max):
+            kind = SHMC_SLAB_CLASS(self.rows.slabs[index].state)
+            if SHMC_SLAB_STATE(self.rows.slabs[index].state) and kind < SHMC_CLASSES_MAX:
+                slabs.append((report.classes[kind].block_bytes, self.rows.slabs[index].used))
+            else:
+                slabs.append((0, 0))
+        return _totals(report), _class_rows(report, self.leased), slabs, self.slab_bytes
+
+
 cdef class Arena(Attachment):
     """An attachment with what its process holds in the arena."""
 
@@ -146,23 +251,27 @@ cdef class Arena(Attachment):
         `manager` is who the block is attributed to. The bytes are whatever they were.
         """
         deadline_ns = 0 if timeout is _AT_ONCE else self._deadline_ns(timeout)
-        answer = self._allocate_once(nbytes, manager, reservation)
+        answer = self._allocate_now(nbytes, manager, reservation)
         if type(answer) is Block:
             return answer
         return self._allocate_patiently(nbytes, manager, reservation, deadline_ns, answer)
 
-    def _allocate_once(self, nbytes, manager, CachePoolReservation reservation):
+    def _allocate_once(self, nbytes, manager, reservation):
         """One attempt: the block, or the refusal as a value; other errors are raised."""
+        return self._allocate_now(nbytes, manager, reservation)
+
+    cdef object _allocate_now(self, object nbytes, object manager,
+                              CachePoolReservation reservation):
         cdef shmc_request request
         cdef int status
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_ALLOCATE
-        request.bytes = u64(nbytes, "nbytes")
+        request.bytes = _read_u64(nbytes, "nbytes")
         if request.bytes == 0:
             raise ValueError("a block has at least one byte")
         if manager is not None:
             request.has_manager = True
-            request.id = u64(manager, "manager")
+            request.id = _read_u64(manager, "manager")
         if reservation is not None:
             if (reservation._released or reservation._pool is not self
                     or reservation._guard != shmc_process_guard()):
@@ -243,7 +352,7 @@ cdef class Arena(Attachment):
         block._released = True
         block._published = True
         self._tokens -= 1
-        return _publish_result(lease, bool(request.created))
+        return _new_tuple(_publish_result, (lease, True if request.created else False))
 
     cdef uint64_t _checksum(self, Block block) except? 0:
         """Of the block's bytes; other threads run meanwhile, and a close waits."""
@@ -460,25 +569,54 @@ cdef class Arena(Attachment):
             raise MemoryError()
         shmc_census(self._handle, rows, leased)
         try:
-            totals = dict(
-                used_blocks=report.used_blocks, used_bytes=report.used_bytes,
-                slabs_used=report.slabs_used, draining=report.draining, stored=report.stored,
-                evicted=report.evicted, invalidated=report.invalidated,
-                duplicates=report.duplicates, unindexed=report.unindexed,
-                slabs_moved=report.slabs_moved)
-            classes = [
-                (report.classes[index].block_bytes, report.classes[index].slabs,
-                 report.classes[index].used, report.classes[index].published,
-                 report.classes[index].counts[<int>SHMC_QUEUE_DOOMED],
-                 report.classes[index].counts[<int>SHMC_QUEUE_PROTECTED], leased[index])
-                for index in range(SHMC_CLASSES_MAX) if report.classes[index].slabs
-            ]
-            holdings = [(rows[index].leased_blocks, rows[index].leased_bytes,
-                         rows[index].private_blocks, rows[index].private_bytes)
-                        for index in range(owners)]
-            return totals, classes, holdings
+            return _totals(&report), _class_rows(&report, leased), _holding_rows(rows, owners)
         finally:
             free(rows)
+
+    def _snapshot(self):
+        """Everything but blocks at one instant: (report, (reservations, recoveries), rows of
+        owners, of managers, arena or None).
+
+        A row of an owner: (slot, state, nonce, pid, start ticks, attach sequence, verdict), what it
+        holds, what it has pins on, its counters. The arena: totals, rows of classes, slabs. Leases
+        and counters are as they were a moment later.
+        """
+        cdef _Snapshot taken = _Snapshot()
+        cdef shmc_request request
+        cdef uint32_t k, counter
+        cdef shmc_owner_view *owner
+        self._ready()
+        taken.make_room(shmc_header_of(self._handle))
+        memset(&request, 0, sizeof(request))
+        request.operation = SHMC_OP_SNAPSHOT
+        request.snapshot = &taken.rows
+        cdef int status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        # No Python object is made meanwhile: the collector may run code that closes the pool.
+        if shmc_header_of(self._handle).slabs_max:
+            shmc_census(self._handle, taken.pinned, taken.leased)
+        for k in range(taken.rows.owners_count):
+            owner = &taken.rows.owners[k]
+            taken.verdicts[k] = shmc_owner_verdict(self._handle, owner)
+            for counter in range(SHMC_COUNTERS):
+                taken.counters[k * SHMC_COUNTERS + counter] = shmc_read_counter(
+                    self._handle, owner.slot, <shmc_counter>counter) - owner.counted[counter]
+        return taken.told(self.id, self.limits)
+
+    def _copy_tables(self):
+        """All bytes of the segment before the arena, at one instant, in any state of the pool."""
+        cdef shmc_request request
+        self._ready()
+        copy = bytearray(self._facts()[1])
+        cdef unsigned char[::1] room = copy
+        memset(&request, 0, sizeof(request))
+        request.operation = SHMC_OP_COPY
+        request.copy = &room[0]
+        cdef int status = self._run(&request)
+        if status != SHMC_OK:
+            raise _error(self, status, &request)
+        return copy
 
     def _arena_used(self):
         """Bytes of all blocks that are not free."""

@@ -38,6 +38,7 @@ cdef extern from "shmc.h" nogil:
         pass
 
     enum shmc_region:
+        SHMC_REGION_REDO
         SHMC_REGION_ARENA
 
     enum shmc_pool_state:
@@ -80,6 +81,8 @@ cdef extern from "shmc.h" nogil:
         SHMC_OP_PROTECT
         SHMC_OP_EVICT
         SHMC_OP_ARENA_REPORT
+        SHMC_OP_SNAPSHOT
+        SHMC_OP_COPY
         SHMC_OP_RETIRE
         SHMC_OP_CHECK
 
@@ -142,6 +145,7 @@ cdef extern from "shmc.h" nogil:
         SHMC_FLAG_VERIFY_ALWAYS
         SHMC_FLAG_HUGE_THP
         SHMC_FLAG_HUGETLB
+        SHMC_VERSION
 
     struct shmc_class:
         uint64_t block_bytes
@@ -196,6 +200,38 @@ cdef extern from "shmc.h" nogil:
         uint64_t reservations
         uint64_t usage[4]
 
+    struct shmc_entry:
+        uint64_t state
+        uint64_t usage[4]
+        uint64_t id
+
+    struct shmc_slab:
+        uint64_t state
+        uint64_t used
+
+    struct shmc_owner_view:
+        uint32_t slot
+        shmc_owner_state state
+        uint64_t nonce
+        uint64_t pid
+        uint64_t start_ticks
+        uint64_t attach_seq
+        uint64_t counted[4]
+
+    struct shmc_snapshot:
+        shmc_report report
+        shmc_arena_report arena
+        shmc_owner_view *owners
+        shmc_held *held
+        shmc_entry *managers
+        shmc_slab *slabs
+        uint32_t owners_count
+        uint64_t managers_count
+
+    uint64_t SHMC_SLAB_STATE(uint64_t word)
+    uint64_t SHMC_SLAB_CLASS(uint64_t word)
+    uint64_t SHMC_ENTRY_OWNER(uint64_t word)
+
     struct shmc_problem:
         shmc_problem_kind kind
         uint64_t index
@@ -238,14 +274,8 @@ cdef extern from "shmc.h" nogil:
         uint64_t parent_key[4]
         uint64_t checksum
         shmc_arena_report *arena_report
-
-    struct shmc_owner_view:
-        uint32_t slot
-        shmc_owner_state state
-        uint64_t nonce
-        uint64_t pid
-        uint64_t start_ticks
-        uint64_t attach_seq
+        shmc_snapshot *snapshot
+        unsigned char *copy
 
     const char *shmc_status_name(shmc_status status)
     bint shmc_status_retry(shmc_status status)
@@ -253,6 +283,7 @@ cdef extern from "shmc.h" nogil:
     const char *shmc_problem_text(shmc_problem_kind kind)
 
     uint64_t shmc_segment_bytes(const shmc_geometry *geometry)
+    uint64_t shmc_tables_bytes(const shmc_geometry *geometry)
     shmc_status shmc_format(int fd, const shmc_geometry *geometry, shmc_refusal *refusal)
     shmc_status shmc_open(int fd, bint as_owner, shmc_handle **handle, shmc_refusal *refusal)
     void shmc_close(shmc_handle *handle)

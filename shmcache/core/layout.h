@@ -47,7 +47,7 @@
 #include <stdint.h>
 
 #define SHMC_MAGIC 0x45484341434d4853ull /* "SHMCACHE" in memory order */
-#define SHMC_VERSION 3u                  /* rises with any change of this file's meaning */
+#define SHMC_VERSION 4u                  /* rises with any change of this file's meaning */
 #define SHMC_PAGE_BYTES 4096u
 #define SHMC_AXES 4u                     /* device, host, transfer in flight, disk */
 #define SHMC_ARENA_ALIGN_BYTES (2u << 20) /* a huge page */
@@ -267,7 +267,8 @@ struct shmc_owner {
     /* [its owner, one atomic store as it leaves] its nonce: "I am gone", said without the lock, so
      * that a handle that could not clean up does not hold for as long as its process lives. */
     uint64_t departed;
-    uint64_t reserved[6];
+    uint64_t counted[4]; /* [payload] the first counters of its telemetry row when it joined */
+    uint64_t reserved[2];
     /* [redo record] where its live files are: absolute paths, each ended by a zero byte */
     char path[SHMC_OWNER_PATH_BYTES];
 };
@@ -428,6 +429,8 @@ struct shmc_event {
     uint64_t sequence;
     uint64_t words[7];
 };
+
+_Static_assert(SHMC_COUNTERS == 4, "shmc_owner.counted has room for each");
 
 #define SHMC_SIZE_IS(type, bytes) \
     _Static_assert(sizeof(struct type) == (bytes), #type " must be " #bytes " bytes")

@@ -98,6 +98,8 @@ static enum shmc_status dispatch(struct shmc_handle *handle, struct shmc_request
     case SHMC_OP_REPORT:
         shmc_accounts_report(handle, &request->report);
         return SHMC_OK;
+    case SHMC_OP_SNAPSHOT:
+        return shmc_snapshot_take(handle, request->snapshot);
     case SHMC_OP_HELD:
         return shmc_accounts_held(handle, request->held_rows);
     case SHMC_OP_CLAIM:
@@ -203,7 +205,7 @@ static void leave(struct shmc_handle *handle, const struct shmc_request *request
 
 static bool works_in_any_state(enum shmc_operation operation)
 {
-    return operation == SHMC_OP_CHECK || operation == SHMC_OP_RETIRE;
+    return operation == SHMC_OP_CHECK || operation == SHMC_OP_RETIRE || operation == SHMC_OP_COPY;
 }
 
 /* What people do with a pool that may be poisoned: learn what is wrong, and end it. */
@@ -211,6 +213,10 @@ static enum shmc_status inspect(struct shmc_handle *handle, struct shmc_request 
 {
     if (request->operation == SHMC_OP_RETIRE)
         return retire(handle, request);
+    if (request->operation == SHMC_OP_COPY) {
+        shmc_snapshot_copy(handle, request->copy);
+        return SHMC_OK;
+    }
     shmc_check(handle, request);
     if (request->problems_count != 0)
         shmc_poison(handle);

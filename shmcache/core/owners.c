@@ -49,6 +49,8 @@ bool shmc_owner_view(const struct shmc_handle *handle, uint32_t slot, struct shm
     view->attach_seq = shmc_load_acquire(&owner->attach_seq);
     view->exec_locked = shmc_load_acquire(&owner->exec_locked);
     view->departed = shmc_load_acquire(&owner->departed);
+    for (uint32_t counter = 0; counter < SHMC_COUNTERS; counter++)
+        view->counted[counter] = shmc_load_acquire(&owner->counted[counter]);
     /* A slot that was reused in between has another nonce, written before its new state. */
     return shmc_load_acquire(&owner->nonce) == view->nonce &&
            shmc_load_acquire(&owner->state) == state;
@@ -246,6 +248,8 @@ enum shmc_status shmc_owners_join(struct shmc_handle *handle)
     shmc_store_release(&owner->pidfs_inode, handle->pidfs_inode);
     shmc_store_release(&owner->attach_seq, control->attach_seq + 1);
     shmc_store_release(&owner->exec_locked, handle->exec_locked);
+    for (uint32_t counter = 0; counter < SHMC_COUNTERS; counter++)
+        shmc_store_release(&owner->counted[counter], shmc_read_counter(handle, slot, counter));
     shmc_redo_begin(handle, SHMC_OP_JOIN);
     shmc_redo_put(handle, &owner->state, SHMC_OWNER_ACTIVE);
     shmc_redo_put(handle, &control->attach_seq, control->attach_seq + 1);

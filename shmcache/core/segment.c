@@ -157,6 +157,15 @@ uint64_t shmc_segment_bytes(const struct shmc_geometry *geometry)
     return header.total_bytes;
 }
 
+uint64_t shmc_tables_bytes(const struct shmc_geometry *geometry)
+{
+    struct shmc_header header = {.geometry = *geometry};
+    if (!geometry_in_bounds(geometry))
+        return 0;
+    fill_layout(&header);
+    return header.region_offset[SHMC_REGION_ARENA];
+}
+
 /* FNV-1a over every byte before the checksum. */
 static uint64_t header_checksum(const struct shmc_header *header)
 {

@@ -17,7 +17,8 @@
  *             operations.c one request; check.c and check_arena.c walk everything. The arena:
  *             index.c from a key to a block; pins.c leasing without the lock; blocks.c a block as
  *             its owner sees it; room.c how it goes; slabs.c which memory has which size;
- *             eviction.c who goes first; claims.c who is making what; census.c, checksum.c.
+ *             eviction.c who goes first; claims.c who is making what; census.c, checksum.c;
+ *             snapshot.c copies of the tables.
  */
 #ifndef SHMC_H
 #define SHMC_H
@@ -109,6 +110,8 @@ struct shmc_handle;
 
 /* Bytes a segment of this geometry has, or 0 when the geometry is out of bounds. */
 uint64_t shmc_segment_bytes(const struct shmc_geometry *geometry);
+/* The same of all that stands before the arena. */
+uint64_t shmc_tables_bytes(const struct shmc_geometry *geometry);
 
 /* Writes a valid, empty segment into fd, whose size must be shmc_segment_bytes(). Not yet visible
  * to others (no name). Death: an unnamed file. */
@@ -180,6 +183,8 @@ enum shmc_operation {
     SHMC_OP_EVICT,        /* in: bytes to free, cursor; out: released bytes of this chunk */
     SHMC_OP_DRAIN,        /* tell the policy what this owner has read */
     SHMC_OP_ARENA_REPORT, /* out: arena_report */
+    SHMC_OP_SNAPSHOT,     /* in: snapshot with room; out: filled */
+    SHMC_OP_COPY,         /* in: copy, with room for all bytes before the arena; out: filled */
     SHMC_OP_RETIRE,       /* in: attach_seq as the caller saw it */
     SHMC_OP_CHECK,        /* in: problems[problems_max]; out: problems_count */
     SHMC_OPERATIONS,
@@ -328,6 +333,8 @@ struct shmc_request {
     uint64_t parent_key[SHMC_KEY_WORDS];
     uint64_t checksum;
     struct shmc_arena_report *arena_report;
+    struct shmc_snapshot *snapshot;
+    uint8_t *copy;
     uint64_t attach_seq;
     struct shmc_problem *problems;
     uint32_t problems_max;
@@ -430,6 +437,7 @@ struct shmc_owner_view {
     uint64_t attach_seq;
     uint64_t exec_locked;
     uint64_t departed;
+    uint64_t counted[SHMC_COUNTERS];
 };
 
 /* Consistent copy of a slot read without the lock; false when the slot is FREE or changing. */
@@ -450,6 +458,19 @@ uint64_t shmc_owner_paths(const struct shmc_handle *handle, uint32_t slot, uint6
 
 /* A descriptor that becomes readable when the owner dies, or -1. Belongs to the handle. */
 int shmc_owner_pidfd(struct shmc_handle *handle, const struct shmc_owner_view *view);
+
+/* ---- snapshot.c: everything at one instant ------------------------------------------------- */
+
+struct shmc_snapshot {
+    struct shmc_report report;
+    struct shmc_arena_report arena; /* zeros without an arena */
+    struct shmc_owner_view *owners; /* [owners_max] those in use come first */
+    struct shmc_held *held;         /* [owners_max] by slot */
+    struct shmc_entry *managers;    /* [managers_max] the LIVE ones come first */
+    struct shmc_slab *slabs;        /* [slabs_max] */
+    uint32_t owners_count;
+    uint64_t managers_count;
+};
 
 /* ---- waiting for capacity ------------------------------------------------------------------ */
 

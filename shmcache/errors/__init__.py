@@ -7,6 +7,7 @@ Not here: `TypeError` and `ValueError` for arguments outside their domain (bound
 """
 
 from shmcache.errors.base import ContractError, size_text
+from shmcache.errors.dump import DumpError
 from shmcache.errors.io import CacheIoExecutionStateError, CacheIoWorkerError
 from shmcache.errors.lifecycle import CacheLifecycleError
 from shmcache.errors.persistence import (
@@ -32,6 +33,7 @@ __all__ = [
     "CacheResidencyError",
     "CacheStorageError",
     "ContractError",
+    "DumpError",
     "LayerScheduleError",
     "LiveCachePublicationError",
     "PromptCacheError",

@@ -29,6 +29,7 @@ from typing import Any, Self
 from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
+from shmcache.pool.dump import DumpHeader, write_dump
 from shmcache.pool.host import host_errors
 from shmcache.pool.live_files import LiveFilesPool, decoded
 from shmcache.pool.owners import (
@@ -41,6 +42,7 @@ from shmcache.pool.owners import (
     started_ns,
 )
 from shmcache.pool.segment import SegmentGeometry
+from shmcache.pool.snapshot import PoolSnapshot, take_snapshot
 from shmcache.pool.values import (
     CachePoolLimits,
     CachePoolReport,
@@ -289,6 +291,17 @@ class CacheResidencyPool(LiveFilesPool):
             )
             for slot, state, nonce, pid, ticks, attach_seq, verdict in self._owner_rows()
         )
+
+    def snapshot(self) -> PoolSnapshot:
+        """Everything that can be told of the pool but its blocks, at one instant; has a schema."""
+        return take_snapshot(self)
+
+    def dump(self, path: str | os.PathLike[str], *, locked: bool = True) -> DumpHeader:
+        """Write all tables into a file for `read_dump`, in any state of the pool.
+
+        Without the lock when its holder is stopped: changes are then seen half-made.
+        """
+        return write_dump(self, path, locked)
 
     def sweep(self, *, forget_files: bool = False) -> tuple[ReclaimedOwner, ...]:
         """Give back everything held by owners that are proved dead; returns what was given back.
