@@ -40,7 +40,7 @@ from shmcache.session.core import SessionCore
 from shmcache.session.layers import Layer
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.prefix_options import PrefixSharing
-from shmcache.session.records import ArrayPlace, BlockFile, BlockRecord
+from shmcache.session.records import BlockFile, BlockRecord
 from shmcache.session.shared_groups import SharedGroup, TokenIds
 from shmcache.session.sharing import Sharing
 from shmcache.session.slices import Bytes, slice_arrays
@@ -157,10 +157,9 @@ class PromptLoading:
         places = []
         for group in sharing.groups:
             keys = group.chain(tokens)
-            sinks, seen = group.first_seen(len(tokens), self._core.layers.prefix_tokens)
-            for index, key in enumerate(keys):
-                needed = index < sinks or index >= seen
-                if needed and all(self._whole(layer, index) for layer in group.layers):
+            for index in group.needed(0, len(keys), self._core.layers.prefix_tokens):
+                key = keys[index]
+                if all(self._whole(layer, index) for layer in group.layers):
                     places.append(_Place(group, index, key, keys[index - 1] if index else None))
         return sorted(places, key=lambda place: place.at)
 
@@ -258,7 +257,7 @@ class PromptLoading:
                 storage: Any = CacheBlockStorage.host(id, copy)
                 record = BlockRecord(id, spec, storage, logical_bytes=copy.transfer_bytes)
             elif self._is_kept(layer, entry, end):
-                storage = CacheBlockStorage.disk(id, self._file(layer, entry))
+                storage = CacheBlockStorage.disk(id, self._file(entry))
                 record, imported = BlockRecord(id, spec, storage, imported=True), True
             else:
                 continue
@@ -308,16 +307,14 @@ class PromptLoading:
         block = self._leased.get((group.number, entry.start // size))
         return None if block is None else sharing.copy(block, layer.global_layer)
 
-    def _file(self, layer: Layer, entry: PromptCacheBlock) -> BlockFile:
+    def _file(self, entry: PromptCacheBlock) -> BlockFile:
         """What a lease will read, and what every byte of it must be."""
         path, header = self._cache.header(entry)
-        found = [header.arrays[name] for name in layer.names]
         return BlockFile(
             path.absolute(),
-            header.payload_start,
-            tuple(ArrayPlace(each.begin, each.end) for each in found),
-            header.file_bytes,
-            bytes.fromhex(entry.payload_sha256),
+            header.arrays,
+            entry.logical_bytes,
+            entry.payload_sha256,
             persistent=True,
         )
 

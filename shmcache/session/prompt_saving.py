@@ -273,5 +273,5 @@ def _empty(spec: BlockSpec) -> tuple[HostArray, ...]:
 
 def _from_file(file: BlockFile, spec: BlockSpec) -> Sequence[HostArray]:
     arrays = _empty(spec)
-    read_block(file, arrays)
+    read_block(file, spec, arrays)
     return arrays
