@@ -7,6 +7,7 @@ import click
 from shmcache.cli import (
     arena,
     doctor,
+    export,
     listing,
     plan,
     pools,
@@ -48,6 +49,7 @@ for _command in (
     pools.destroy,
     supervise.supervise,
     plan.plan,
+    export.export,
     doctor.doctor,
     stress.stress,
     replay.replay,

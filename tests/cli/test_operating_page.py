@@ -77,7 +77,7 @@ def test_the_keys_of_every_answer_are_listed(pool_name: str) -> None:
     assert [*StressReport.__struct_fields__, "ok"] == KEYS["stress"]
     assert [*ReplayReport.__struct_fields__, "ok"] == KEYS["replay"]
     assert KEYS["supervise"] == ["event", "detail", "owners", *keys(found["reclaim"])[4:]]
-    # Of prompt caches, docs/persistence.md tells.
+    # Those of export are in tests/integrations. Of prompt caches, docs/persistence.md tells.
     assert set(KEYS) == {*main.commands, None} - {"prompt"}
 
 
