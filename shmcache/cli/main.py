@@ -15,6 +15,7 @@ from shmcache.cli import (
     replay,
     stress,
     supervise,
+    top,
 )
 from shmcache.cli.answers import Commands
 
@@ -48,6 +49,7 @@ for _command in (
     pools.reclaim,
     pools.destroy,
     supervise.supervise,
+    top.top,
     plan.plan,
     export.export,
     doctor.doctor,

@@ -20,10 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from shmcache import ArenaClass, ArenaSnapshot, OwnerSnapshot, PoolSnapshot
-from shmcache.errors import CachePoolError, ContractError, SegmentError
-from shmcache.integrations.watched import WatchedPools
+from shmcache.integrations.watched import STATES, WatchedPools, state_of
 
-STATES: Final = ("active", "absent", "retired", "poisoned", "locked", "refused")
 STANDINGS: Final = ("alive", "dead", "unknown", "draining")
 BLOCK_STATES: Final = ("published", "private", "leased", "evictable", "doomed", "protected")
 
@@ -112,21 +110,6 @@ class PoolCollector(Collector):
     def close(self) -> None:
         """Let go of the segments."""
         self._pools.close()
-
-
-def state_of(error: ContractError) -> str:
-    """The state in which a pool answers with this error."""
-    match error:
-        case SegmentError.NotFound():
-            return "absent"
-        case SegmentError.Retired():
-            return "retired"
-        case CachePoolError.Poisoned():
-            return "poisoned"
-        case SegmentError.LockHeld():
-            return "locked"
-        case _:
-            return "refused"
 
 
 class _Families:

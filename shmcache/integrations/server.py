@@ -23,8 +23,8 @@ from prometheus_client.exposition import choose_encoder
 
 from shmcache import PoolSnapshot, bounds
 from shmcache.errors import ContractError
-from shmcache.integrations.prometheus import PoolCollector, state_of
-from shmcache.integrations.watched import WatchedPools
+from shmcache.integrations.prometheus import PoolCollector
+from shmcache.integrations.watched import WatchedPools, state_of
 
 _FAMILIES = {4: socket.AF_INET, 6: socket.AF_INET6}
 _SILENT_S = 10  # a client that sends nothing has its thread for so long

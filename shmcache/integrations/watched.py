@@ -11,8 +11,9 @@ import contextlib
 import threading
 
 from shmcache import PoolSnapshot, PoolWatcher, bounds, segment_names
-from shmcache.errors import ContractError
+from shmcache.errors import CachePoolError, ContractError, SegmentError
 
+STATES = ("active", "absent", "retired", "poisoned", "locked", "refused")
 POOLS_MAX = 256  # watched at once; of a host with more, the first by name
 
 
@@ -57,6 +58,21 @@ class WatchedPools:
             self._watchers.pop(name).close()
             error.__traceback__ = None  # it is kept for a while, and would keep these frames
             return error
+
+
+def state_of(error: ContractError) -> str:
+    """The state in which a pool answers with this error."""
+    match error:
+        case SegmentError.NotFound():
+            return "absent"
+        case SegmentError.Retired():
+            return "retired"
+        case CachePoolError.Poisoned():
+            return "poisoned"
+        case SegmentError.LockHeld():
+            return "locked"
+        case _:
+            return "refused"
 
 
 def _is_name(name: str) -> bool:

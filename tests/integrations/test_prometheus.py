@@ -16,7 +16,8 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 import shmcache as sc
-from shmcache.integrations.prometheus import BLOCK_STATES, STANDINGS, STATES, PoolCollector
+from shmcache.integrations.prometheus import BLOCK_STATES, STANDINGS, PoolCollector
+from shmcache.integrations.watched import STATES
 from tests.pool.raw import Segment
 from tests.support import ROOT, Worker
 
