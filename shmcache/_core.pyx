@@ -18,6 +18,7 @@ sessions tell all processes, core/tokens.pxi the tokens, core/arena.pxi what an 
 the arena, core/leases.pxi what that hands out.
 """
 cimport cython
+cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX
@@ -29,7 +30,8 @@ from cpython.buffer cimport (
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from posix.unistd cimport close as close_descriptor
 from cpython.list cimport PyList_GET_ITEM
-from cpython.object cimport PyObject
+from cpython.object cimport PyObject, PyTypeObject
+from cpython.ref cimport Py_INCREF
 
 import os
 import time
@@ -40,10 +42,24 @@ from shmcache.errors import CachePoolError, SegmentError
 
 include "core/engine.pxi"
 
+cnp.import_array()
+
 cdef enum:
     AXES = 4
 
+cdef extern from "numpy/arrayobject.h":
+    ctypedef struct PyArray_Descr:
+        pass
+
+    # Steals the reference to its descr, which Cython cannot say of an object.
+    object PyArray_NewFromDescr(
+        PyTypeObject *subtype, PyArray_Descr *descr, int nd, const cnp.npy_intp *dims,
+        const cnp.npy_intp *strides, void *data, int flags, PyObject *obj)
+    void PyDimMem_FREE(cnp.npy_intp *dims)
+
 cdef extern from "Python.h":
+    long long PyLong_AsLongLongAndOverflow(object number, int *overflow) except? -1
+
     ctypedef struct PyMemberDef:
         Py_ssize_t offset
 
@@ -67,16 +83,15 @@ cdef object _usage_type = None
 cdef object _report_type = None
 cdef tuple _resources = ()
 cdef object _publish_result = None
-cdef object _array_type = None
-cdef object _dtype_type = None
+cdef object _new_tuple = tuple.__new__  # makes a named tuple without the Python of its own __new__
 # Where a usage keeps its four fields: reading them as attributes would cost half of an admission.
 cdef Py_ssize_t _usage_offsets[AXES]
 
 
-def bind_arrays(publish_result, array_type, dtype_type):
-    """Tell the binding what a publication answers, and numpy's types of arrays and dtypes."""
-    global _publish_result, _array_type, _dtype_type
-    _publish_result, _array_type, _dtype_type = publish_result, array_type, dtype_type
+def bind_publish_result(publish_result):
+    """Tell the binding what a publication answers."""
+    global _publish_result
+    _publish_result = publish_result
 
 
 def bind_values(usage_type, report_type, resources):
@@ -98,6 +113,17 @@ cdef int _read_usage(object usage, uint64_t *axes) except -1:
             raise TypeError("usage has a field without a value")
         axes[axis] = <object>value
     return 0
+
+
+cdef uint64_t _read_u64(object value, str what) except? 0xffffffffffffffff:
+    """As `u64`, which is called only with what is not a small number."""
+    cdef int overflow = 0
+    cdef long long number
+    if type(value) is int:
+        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and number >= 0:
+            return <uint64_t>number
+    return u64(value, what)
 
 
 cdef object _make_usage(const uint64_t *axes):

@@ -27,7 +27,7 @@ LAYERS = {
     "bounds": "",
     "policy": "errors bounds msgspec numpy",
     "states": "errors bounds policy msgspec",
-    "_core": "errors bounds cpython cython libc posix",
+    "_core": "errors bounds cpython cython libc numpy posix",
     "pool": "errors bounds policy states _core telemetry posix_ipc numpy msgspec ml_dtypes",
     "io": "errors bounds policy states msgspec",
     "telemetry": "errors bounds policy states msgspec psutil",

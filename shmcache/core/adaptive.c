@@ -12,7 +12,8 @@
  * Invariants  Whatever the learned words hold, the answer is a candidate of the class, or none:
  *             they are hints, written by the holder of the lock outside any record.
  * Cost        O(1) per use, store and eviction: at most 12 candidates, one set of 8 ghosts. Once
- *             per eighth of the capacity a table of 100 entries is computed anew.
+ *             per eighth of the capacity, and at most once per COMPUTE_TICKS_MIN events, a table
+ *             of 100 entries is computed anew: 5 microseconds.
  * Source      Least hit density (Beckmann et al., LHD); Gittins index over learned hazards, with
  *             blocks that still wait counted as exposed (Kaplan, Meier). docs/performance.md has
  *             the hit rates on recorded traffic.
@@ -33,7 +34,8 @@
 #define PRIOR_WEIGHT     16.0
 #define PRIOR_CHANCE     0.1
 #define DECAY_CAPACITIES 16u
-#define WORTH_ONE        1099511627776.0 /* 2^40 */
+#define COMPUTE_TICKS_MIN 512u
+#define WORTH_ONE         1099511627776.0 /* 2^40 */
 
 /* The words of the policy region before the ghosts. */
 struct learned {
@@ -379,6 +381,12 @@ static void measure(const struct shmc_handle *handle, struct learned *learned)
     learned->epoch = control->clock / (capacity_of(learned) / 2);
 }
 
+static uint64_t compute_ticks(const struct learned *learned)
+{
+    uint64_t eighth = capacity_of(learned) / 8;
+    return eighth > COMPUTE_TICKS_MIN ? eighth : COMPUTE_TICKS_MIN;
+}
+
 /* Keeps the books: to be called with every tick of the clock. */
 void shmc_adaptive_tick(struct shmc_handle *handle)
 {
@@ -387,10 +395,10 @@ void shmc_adaptive_tick(struct shmc_handle *handle)
     if (learned->capacity != 0 && now % CAPACITY_MIN != 0)
         return;
     open_epochs(handle, learned);
-    if (now >= learned->compute_at || learned->compute_at - now > capacity_of(learned)) {
+    if (now >= learned->compute_at || learned->compute_at - now > compute_ticks(learned)) {
         measure(handle, learned);
         compute(handle);
-        learned->compute_at = now + capacity_of(learned) / 8;
+        learned->compute_at = now + compute_ticks(learned);
     }
     uint64_t decay = DECAY_CAPACITIES * capacity_of(learned);
     if (now >= learned->decay_at || learned->decay_at - now > decay) {

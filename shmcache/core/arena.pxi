@@ -251,23 +251,27 @@ cdef class Arena(Attachment):
         `manager` is who the block is attributed to. The bytes are whatever they were.
         """
         deadline_ns = 0 if timeout is _AT_ONCE else self._deadline_ns(timeout)
-        answer = self._allocate_once(nbytes, manager, reservation)
+        answer = self._allocate_now(nbytes, manager, reservation)
         if type(answer) is Block:
             return answer
         return self._allocate_patiently(nbytes, manager, reservation, deadline_ns, answer)
 
-    def _allocate_once(self, nbytes, manager, CachePoolReservation reservation):
+    def _allocate_once(self, nbytes, manager, reservation):
         """One attempt: the block, or the refusal as a value; other errors are raised."""
+        return self._allocate_now(nbytes, manager, reservation)
+
+    cdef object _allocate_now(self, object nbytes, object manager,
+                              CachePoolReservation reservation):
         cdef shmc_request request
         cdef int status
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_ALLOCATE
-        request.bytes = u64(nbytes, "nbytes")
+        request.bytes = _read_u64(nbytes, "nbytes")
         if request.bytes == 0:
             raise ValueError("a block has at least one byte")
         if manager is not None:
             request.has_manager = True
-            request.id = u64(manager, "manager")
+            request.id = _read_u64(manager, "manager")
         if reservation is not None:
             if (reservation._released or reservation._pool is not self
                     or reservation._guard != shmc_process_guard()):
@@ -348,7 +352,7 @@ cdef class Arena(Attachment):
         block._released = True
         block._published = True
         self._tokens -= 1
-        return _publish_result(lease, bool(request.created))
+        return _new_tuple(_publish_result, (lease, True if request.created else False))
 
     cdef uint64_t _checksum(self, Block block) except? 0:
         """Of the block's bytes; other threads run meanwhile, and a close waits."""

@@ -106,6 +106,17 @@ static inline bool shmc_replace_seq_cst(uint64_t *word, uint64_t expected, uint6
                                        __ATOMIC_SEQ_CST);
 }
 
+/* No load after it is done before a store that comes before it. */
+static inline void shmc_fence_seq_cst(void)
+{
+#ifdef __SANITIZE_THREAD__
+    uint32_t nobody_s = 0; /* the sanitizer knows no fences; an exchange is one on our machines */
+    __atomic_exchange_n(&nobody_s, 1, __ATOMIC_SEQ_CST);
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
 static inline void shmc_prefetch(const void *address)
 {
     __builtin_prefetch(address);

@@ -307,7 +307,7 @@ cdef class Attachment:
         cdef shmc_request request
         request.operation = SHMC_OP_REGISTER
         request.allocate_id = manager is None
-        request.id = 0 if manager is None else u64(manager, "manager")
+        request.id = 0 if manager is None else _read_u64(manager, "manager")
         cdef CachePoolMembership membership = CachePoolMembership.__new__(CachePoolMembership)
         cdef int status = self._run_for_token(&request)
         if status == SHMC_MANAGERS_FULL and self._sweep():
@@ -321,7 +321,7 @@ cdef class Attachment:
         """Replace what the manager has published; returns the new aggregate of the whole pool."""
         cdef shmc_request request
         request.operation = SHMC_OP_UPDATE
-        request.id = u64(manager, "manager")
+        request.id = _read_u64(manager, "manager")
         _read_usage(usage, request.usage)
         cdef int status = self._run(&request)
         if status != SHMC_OK:
@@ -339,7 +339,7 @@ cdef class Attachment:
         if reservation._guard != shmc_process_guard():
             raise ValueError("the reservation belongs to the process that this one was forked from")
         request.operation = SHMC_OP_PUBLISH_AND_RELEASE
-        request.id = u64(manager, "manager")
+        request.id = _read_u64(manager, "manager")
         request.token = reservation._token
         _read_usage(usage, request.usage)
         cdef int status = self._run(&request)

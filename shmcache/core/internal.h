@@ -224,6 +224,11 @@ static inline uint64_t *shmc_ring_entries(const struct shmc_ring *ring)
 struct shmc_ring *shmc_ring_of(const struct shmc_handle *handle, uint32_t slot);
 
 /* slabs.c; called with the lock held */
+/* Every class there ever was. Entries are taken in order and never given back, so that the first
+ * without a size ends them: a store must not read the whole table. */
+#define SHMC_EACH_CLASS(handle, class)                                                             \
+    for (struct shmc_class *class = (handle)->classes;                                             \
+         class != (handle)->classes + SHMC_CLASSES_MAX && class->block_bytes != 0; class ++)
 uint64_t shmc_class_bytes(const struct shmc_handle *handle, uint64_t bytes);
 enum shmc_status shmc_class_find(struct shmc_handle *handle, uint64_t block_bytes,
                                  struct shmc_class **class);

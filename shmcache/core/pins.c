@@ -25,7 +25,7 @@
 #include <string.h>
 
 #define SPINS_BEFORE_YIELD 200u
-#define MATCH_CHUNK 32u /* keys in flight at once: hides the misses of one behind the others */
+#define MATCH_CHUNK 64u /* keys in flight at once: hides the misses of one behind the others */
 #define DECISION_NS 50000000ull /* one wait for the lock, when a block's fate is open */
 #define DECISION_WAITS_MAX 200u
 
@@ -69,34 +69,50 @@ static uint64_t bit_of(uint64_t block)
     return 1ull << block % 64;
 }
 
+/* The owner's threads change its row under the leaf lock, and no other process does while it lives:
+ * plain stores, which the caller fences. */
 void shmc_pin(struct shmc_handle *handle, uint64_t block)
 {
+    uint64_t *word = &handle->row[block / 64];
 #ifdef SHMC_MUTANT_NAIVE_COUNTS
     if (shmc_add32_seq_cst(&handle->counts[block], 1) == 0)
-        shmc_or_seq_cst(&handle->row[block / 64], bit_of(block));
+        shmc_or_seq_cst(word, bit_of(block));
 #else
     if (handle->counts[block]++ == 0)
-        shmc_or_seq_cst(&handle->row[block / 64], bit_of(block));
+        shmc_store_release(word, shmc_load_relaxed(word) | bit_of(block));
 #endif
 }
 
-/* True when it was the last lease of this process. */
+/* Between setting bits and reading states: one of reader and evictor sees the other. */
+static void fence_pins(void)
+{
+#ifndef SHMC_MUTANT_NO_READER_FENCE
+    shmc_fence_seq_cst();
+#endif
+}
+
+/* True when it was the last lease of this process. What was read before is read: release. */
 bool shmc_unpin(struct shmc_handle *handle, uint64_t block)
 {
 #ifdef SHMC_MUTANT_NAIVE_COUNTS
     if (shmc_add32_seq_cst(&handle->counts[block], UINT32_MAX) != 1)
         return false;
+    shmc_and_seq_cst(&handle->row[block / 64], ~bit_of(block));
 #else
+    uint64_t *word = &handle->row[block / 64];
     SHMC_ASSERT(handle->counts[block] > 0);
     if (--handle->counts[block] != 0)
         return false;
+    shmc_store_release(word, shmc_load_relaxed(word) & ~bit_of(block));
 #endif
-    shmc_and_seq_cst(&handle->row[block / 64], ~bit_of(block));
     return true;
 }
 
 bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block)
 {
+#ifdef SHMC_MUTANT_BLIND_EVICTION
+    return false;
+#endif
     uint64_t row_words = shmc_pin_row_bytes(handle->header.geometry.blocks_max) / sizeof(uint64_t);
     const uint64_t *column = shmc_pin_row(handle, 0) + block / 64;
     for (uint32_t word = 0; word * 64 < handle->header.geometry.owners_max; word++) {
@@ -179,79 +195,98 @@ static bool read_pinned(const struct shmc_handle *handle, uint64_t index, const 
     return shmc_same_key(block->key, key) && shmc_fits_arena(handle, lease->place, lease->bytes);
 }
 
-/* One entry of a bucket: pin what it names, look, undo when it is something else. */
-static bool try_entry(struct shmc_handle *handle, uint64_t word, uint64_t tag, const uint64_t *key,
-                      struct shmc_lease *lease)
+/* Pins what an entry of the index names, for it may be what is looked for; false: it cannot be. */
+static bool pin_candidate(struct shmc_handle *handle, uint64_t block)
 {
-    uint64_t block;
-    if (!shmc_index_matches(word, tag, &block) || block >= handle->header.geometry.blocks_max)
-        return false;
 #ifdef SHMC_MUTANT_NO_REREAD
-    if (SHMC_BLOCK_STATE(shmc_load_acquire(&handle->blocks[block].state)) != SHMC_BLOCK_PUBLISHED ||
-        !read_pinned(handle, block, key, lease))
-        return false;
+    if (SHMC_BLOCK_STATE(shmc_load_acquire(&handle->blocks[block].state)) != SHMC_BLOCK_PUBLISHED)
+        return false; /* looked at before the bit is set, and never again */
+#endif
     shmc_pin(handle, block);
     return true;
-#else
-    shmc_pin(handle, block);
-    if (read_pinned(handle, block, key, lease))
-        return true;
-    shmc_unpin(handle, block);
+}
+
+static bool matches(const struct shmc_handle *handle, uint64_t word, uint64_t tag, uint64_t *block)
+{
+    return shmc_index_matches(word, tag, block) && *block < handle->header.geometry.blocks_max;
+}
+
+/* Each entry of a bucket that has the tag: pin, look, undo when it is something else. */
+static bool lease_from(struct shmc_handle *handle, const uint64_t *bucket, uint64_t tag,
+                       const uint64_t *key, struct shmc_lease *lease)
+{
+    for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++) {
+        uint64_t block;
+        if (!matches(handle, shmc_load_acquire(&bucket[i]), tag, &block) ||
+            !pin_candidate(handle, block))
+            continue;
+        fence_pins();
+        if (read_pinned(handle, block, key, lease))
+            return true;
+        shmc_unpin(handle, block);
+    }
     return false;
-#endif
 }
 
 static bool lease_key(struct shmc_handle *handle, const struct shmc_key_hash *hash,
                       const uint64_t *key, struct shmc_lease *lease)
 {
-    for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++)
-        if (try_entry(handle, shmc_load_acquire(&hash->first[i]), hash->tag, key, lease))
-            return true;
-    for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++)
-        if (try_entry(handle, shmc_load_acquire(&hash->second[i]), hash->tag, key, lease))
-            return true;
-    return false;
+    return lease_from(handle, hash->first, hash->tag, key, lease) ||
+           lease_from(handle, hash->second, hash->tag, key, lease);
 }
 
-/* The first entry of a bucket that has the tag, or 0; asks for the lines that leasing it needs. */
+/* The first block of a bucket that has the tag, or SHMC_NO_INDEX; asks for the lines that leasing
+ * it needs. */
 static uint64_t foresee(const struct shmc_handle *handle, const uint64_t *bucket, uint64_t tag)
 {
     for (uint32_t i = 0; i < SHMC_BUCKET_ENTRIES; i++) {
         uint64_t block;
-        uint64_t word = shmc_load_acquire(&bucket[i]);
-        if (!shmc_index_matches(word, tag, &block) || block >= handle->header.geometry.blocks_max)
+        if (!matches(handle, shmc_load_acquire(&bucket[i]), tag, &block))
             continue;
         shmc_prefetch(&handle->blocks[block]);
         shmc_prefetch(&handle->counts[block]);
         shmc_prefetch(&handle->row[block / 64]);
-        return word;
+        return block;
     }
-    return 0;
+    return SHMC_NO_INDEX;
 }
 
 /* Leases the first keys of a chunk; returns how many before the first that is absent. Memory is
- * read in three passes, so that the misses of one key hide behind those of the others. */
+ * read in passes, so that the misses of one key hide behind those of the others; one fence serves
+ * all bits. */
 static uint64_t lease_chunk(struct shmc_handle *handle, const uint64_t *keys, uint64_t keys_count,
                             struct shmc_lease *leases)
 {
     struct shmc_key_hash hashes[MATCH_CHUNK];
-    uint64_t words[MATCH_CHUNK] = {0};
-    uint64_t found = 0;
+    uint64_t blocks[MATCH_CHUNK]; /* candidates */
+    uint64_t pinned = 0, found = 0;
     for (uint64_t i = 0; i < keys_count; i++) {
         hashes[i] = shmc_index_hash(handle, keys + i * SHMC_KEY_WORDS);
         shmc_prefetch(hashes[i].first);
     }
-    for (uint64_t i = 0; i < keys_count && keys_count > 1; i++) {
-        words[i] = foresee(handle, hashes[i].first, hashes[i].tag);
-        if (words[i] == 0)
+    for (uint64_t i = 0; i < keys_count; i++) {
+        blocks[i] = foresee(handle, hashes[i].first, hashes[i].tag);
+        if (blocks[i] == SHMC_NO_INDEX)
             shmc_prefetch(hashes[i].second);
     }
-    for (; found < keys_count; found++) {
+    for (uint64_t i = 0; i < keys_count; i++)
+        if (blocks[i] == SHMC_NO_INDEX)
+            blocks[i] = foresee(handle, hashes[i].second, hashes[i].tag);
+    while (pinned < keys_count && blocks[pinned] != SHMC_NO_INDEX &&
+           pin_candidate(handle, blocks[pinned]))
+        pinned++;
+    if (pinned != 0)
+        fence_pins();
+    for (; found < pinned; found++) {
         const uint64_t *key = keys + found * SHMC_KEY_WORDS;
-        if (!try_entry(handle, words[found], hashes[found].tag, key, &leases[found]) &&
-            !lease_key(handle, &hashes[found], key, &leases[found]))
-            break;
+        if (read_pinned(handle, blocks[found], key, &leases[found]))
+            continue;
+        shmc_unpin(handle, blocks[found]);
+        if (!lease_key(handle, &hashes[found], key, &leases[found]))
+            break; /* with its bit undone */
     }
+    for (uint64_t i = found + 1; i < pinned; i++)
+        shmc_unpin(handle, blocks[i]);
     return found;
 }
 
@@ -325,7 +360,7 @@ bool shmc_stat(struct shmc_handle *handle, const uint64_t *key, struct shmc_bloc
         .leased = shmc_is_pinned(handle, lease.block),
     };
     if (shmc_slab_of(handle, lease.block, &slab, &class) == SHMC_OK)
-        stat->capacity = class->block_bytes;
+        stat->capacity = shmc_load_relaxed(&class->block_bytes);
     return true;
 }
 
@@ -339,8 +374,10 @@ void shmc_release(struct shmc_handle *handle, const struct shmc_lease *leases,
     for (uint64_t i = 0; i < leases_count; i++)
         last |= shmc_unpin(handle, leases[i].block);
     shmc_leaf_leave(handle);
-    if (last)
-        shmc_wake_waiters(handle);
+    if (!last)
+        return;
+    shmc_fence_seq_cst(); /* who waits by now is seen, or sees that the bits have gone */
+    shmc_wake_waiters(handle);
 }
 
 /* The state of a block that nobody is trying: EVICTING lasts no longer than the lock is held. */
@@ -365,6 +402,7 @@ bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease
     const struct shmc_block *block = &handle->blocks[lease->block];
     shmc_leaf_enter(handle);
     shmc_pin(handle, lease->block);
+    fence_pins();
     shmc_leaf_leave(handle);
     uint64_t state = decided_state(handle, block);
     bool same = (state == SHMC_BLOCK_PUBLISHED || state == SHMC_BLOCK_DOOMED) &&

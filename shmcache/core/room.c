@@ -242,8 +242,7 @@ static struct shmc_class *stalest(const struct shmc_handle *handle, const struct
 {
     struct shmc_class *found = NULL;
     *age = 0;
-    for (uint32_t i = 0; i < SHMC_CLASSES_MAX; i++) {
-        struct shmc_class *class = &handle->classes[i];
+    SHMC_EACH_CLASS (handle, class) {
         if (class == but || class->slabs == 0)
             continue;
         uint64_t of_class = shmc_policy_age(handle, class);
@@ -261,8 +260,7 @@ static enum shmc_status evict_any(struct shmc_handle *handle)
 {
     uint64_t age;
     uint64_t aside = 0;
-    for (uint32_t i = 0; i < SHMC_CLASSES_MAX; i++) {
-        struct shmc_class *class = &handle->classes[i];
+    SHMC_EACH_CLASS (handle, class) {
         uint64_t of_class = class->counts[SHMC_QUEUE_PARKED] + class->counts[SHMC_QUEUE_DOOMED];
         aside += of_class;
         if (of_class == 0)
@@ -400,8 +398,10 @@ static enum shmc_status drain_other(struct shmc_handle *handle, const struct shm
         uint64_t age;
         struct shmc_class *class = stalest(handle, but, &age);
         struct shmc_slab *slab = class != NULL ? choose_slab(handle, class) : NULL;
-        for (uint32_t i = 0; slab == NULL && i < SHMC_CLASSES_MAX; i++) {
-            class = &handle->classes[i];
+        SHMC_EACH_CLASS (handle, other) {
+            if (slab != NULL)
+                break;
+            class = other;
             if (class != but && class->slabs != 0)
                 slab = choose_slab(handle, class);
         }

@@ -115,8 +115,9 @@ enum shmc_status shmc_class_find(struct shmc_handle *handle, uint64_t block_byte
 {
     struct shmc_class *unused = NULL;
     struct shmc_class *larger = NULL;
-    for (uint32_t i = 0; i < SHMC_CLASSES_MAX; i++) {
-        struct shmc_class *candidate = &handle->classes[i];
+    struct shmc_class *next = handle->classes; /* the first that was never used, if any is left */
+    SHMC_EACH_CLASS (handle, candidate) {
+        next = candidate + 1;
         if (candidate->slabs == 0) {
             if (unused == NULL)
                 unused = candidate;
@@ -128,6 +129,8 @@ enum shmc_status shmc_class_find(struct shmc_handle *handle, uint64_t block_byte
             larger = candidate;
         }
     }
+    if (unused == NULL && next != handle->classes + SHMC_CLASSES_MAX)
+        unused = next;
     *class = unused != NULL ? unused : larger;
     if (unused != NULL && unused->block_bytes != block_bytes) {
         shmc_redo_begin(handle, SHMC_OP_ALLOCATE);
@@ -207,8 +210,7 @@ static enum shmc_status take_free(struct shmc_handle *handle, uint64_t block_byt
 /* A slab that somebody who was killed left assigned and empty. */
 static enum shmc_status retire_forgotten(struct shmc_handle *handle, const struct shmc_class *class)
 {
-    for (uint32_t i = 0; i < SHMC_CLASSES_MAX; i++) {
-        const struct shmc_class *other = &handle->classes[i];
+    SHMC_EACH_CLASS (handle, other) {
         uint64_t next = other != class && other->slabs != 0 ? other->partial : 0;
         for (uint32_t looks = 0; next != 0 && looks < FORGOTTEN_LOOKS; looks++) {
             SHMC_CHECK(next <= handle->header.slabs_max);

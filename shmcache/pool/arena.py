@@ -47,7 +47,7 @@ class PublishResult(NamedTuple):
     created: bool
 
 
-_core.bind_arrays(PublishResult, np.ndarray, np.dtype)
+_core.bind_publish_result(PublishResult)
 
 
 class BlockStat(msgspec.Struct, frozen=True, gc=False):

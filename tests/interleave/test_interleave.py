@@ -1,7 +1,7 @@
 """G3, G4: a reader against an eviction, and two threads of one owner, in every order and at speed.
 
 orders.c enumerates the orders of accesses to shared words; stress.c lets two cores decide. Each of
-the four mechanisms has a mutant that one of them must catch.
+the five mechanisms has a mutant that one of them must catch.
 """
 
 import os
@@ -104,8 +104,9 @@ def test_mutants_that_an_order_shows(run: Run, mutant: str, scene: str, schedule
 
 @pytest.mark.ci
 @pytest.mark.watchdog(300)
-def test_the_mutant_that_only_speed_shows(run: Run) -> None:
-    """Mutant NO_FENCE: a store in the place of the exchange. One core alone can never show it."""
+@pytest.mark.parametrize("mutant", ["NO_FENCE", "NO_READER_FENCE"])
+def test_mutants_that_only_speed_shows(run: Run, mutant: str) -> None:
+    """A store in the place of the exchange; no fence after bits. One core can never show it."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("only one core is ours: no store is delayed past another's load")
-    assert run("stress", 200, mutant="NO_FENCE").returncode == 1  # ends when it is caught
+    assert run("stress", 200, mutant=mutant).returncode == 1  # ends when it is caught
