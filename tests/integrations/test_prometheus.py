@@ -96,7 +96,8 @@ def test_the_figures_are_the_snapshot_s(
 
 
 def test_openmetrics_parses_too(pool: sc.CacheResidencyPool, registry: CollectorRegistry) -> None:
-    families = {family.name for family in parse_openmetrics(openmetrics(registry).decode())}  # type: ignore[no-untyped-call]
+    text = openmetrics(registry).decode()  # type: ignore[no-untyped-call]
+    families = {family.name for family in parse_openmetrics(text)}  # type: ignore[no-untyped-call]
     assert {"shmcache_up", "shmcache_hits"} <= families
 
 
