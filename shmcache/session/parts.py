@@ -69,7 +69,7 @@ class SessionParts:
             self.matching = Matching(core, self.sharing)
             self.fixed_state = FixedState(core, self.sharing)
         self.moves = Moves(core, self.demotions, self.disk)
-        self.saving = PromptSaving(core, model)
+        self.saving = PromptSaving(core, self.sharing, model)
         self._own = own
         self._cache: PromptCacheReader | None = None
         self._handles = 0

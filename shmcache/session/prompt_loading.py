@@ -14,7 +14,7 @@ courtesy: who waited in vain reads by itself.
 
 Death: what was published stays, a claim passes on; the next loader continues.
 
-Not here: fixed state. A cache with state tensors is refused.
+Fixed state goes to the arena, too: it is all or nothing, a session without it would go on wrongly.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from shmcache._core import Block, Lease
-from shmcache.errors import CachePoolError, PromptCacheError, SegmentError
-from shmcache.policy.manifest import PromptCacheBlock, PromptCacheManifest
+from shmcache.errors import CachePoolError, CacheResidencyError, PromptCacheError, SegmentError
+from shmcache.policy.manifest import (
+    PromptCacheBlock,
+    PromptCacheManifest,
+    PromptCacheStateTensor,
+)
 from shmcache.policy.prompt_identity import (
     PromptCacheDescriptor,
     PromptCacheModelIdentity,
@@ -37,6 +41,7 @@ from shmcache.prompt.files import StrPath
 from shmcache.prompt.reading import PromptCacheReader
 from shmcache.session.backend import ArraySpec, BlockSpec, HostAllocation, HostArray, HostCopy
 from shmcache.session.core import SessionCore
+from shmcache.session.fixed_state import SharedStates
 from shmcache.session.layers import Layer
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.prefix_options import PrefixSharing
@@ -70,7 +75,10 @@ def open_prompt_cache(
         manifest = cache.manifest
         manifest.validate_compatibility(descriptor, tokens.tolist())
         _require("block_size", options.block_size_tokens, manifest.block_size_tokens)
-        _require("state_tensors", 0, len(manifest.state_tensors))
+        if manifest.state_tensors:
+            _require("state_tensors", "sharing", "sharing" if sharing else "none")
+            over = manifest.total_prefix_tokens % options.block_size_tokens
+            _require("state_position", 0, over)
         if sharing is not None:
             wanted = sharing.checkpoint_fingerprint
             _require("field:checkpoint_fingerprint", wanted, manifest.checkpoint_fingerprint)
@@ -94,7 +102,7 @@ def _require(code: str, wanted: int | str, found: int | str) -> None:
 class _Place(NamedTuple):
     """One block of the arena to be: of which group, the `at`th of the prefix."""
 
-    group: SharedGroup
+    row: SharedGroup | SharedStates
     at: int
     key: bytes
     parent: bytes | None
@@ -129,14 +137,17 @@ class PromptLoading:
         Errors: those of `PromptCacheReader.read`, of an append, and what copies raise.
         """
         core, sharing = self._core, self._sharing
-        if sharing is not None:
-            self._share(sharing, tokens)
-        with core.lock:
+        try:
             if sharing is not None:
-                sharing.know(tokens)
-            imported = [self._insert(layer) for layer in core.layers]
-            core.publish()
-        self._leased.clear()  # the records have them
+                self._share(sharing, tokens)
+            with core.lock:
+                if sharing is not None:
+                    sharing.know(tokens)
+                    self._adopt_state(sharing, len(tokens))
+                imported = [self._insert(layer) for layer in core.layers]
+                core.publish()
+        finally:
+            self._leased.clear()  # the records have them; and an error would keep them
         for layer in core.layers:
             self._append_tail(layer)
         return any(imported)
@@ -161,7 +172,16 @@ class PromptLoading:
                 key = keys[index]
                 if all(self._whole(layer, index) for layer in group.layers):
                     places.append(_Place(group, index, key, keys[index - 1] if index else None))
-        return sorted(places, key=lambda place: place.at)
+        places.sort(key=lambda place: place.at)
+        if self._cache.manifest.state_tensors:  # first: without it all else is of no use
+            places.insert(0, self._state_place(sharing, tokens))
+        return places
+
+    def _state_place(self, sharing: Sharing, tokens: TokenIds) -> _Place:
+        row = sharing.states
+        assert row is not None  # the manifest agrees with the model
+        keys, last = row.chain(tokens), sharing.last_group.chain(tokens)
+        return _Place(row, len(keys) - 1, keys[-1], last[-1])
 
     def _whole(self, layer: Layer, index: int) -> PromptCacheBlock | None:
         """The layer's block of this place of the prefix, if the cache has just that."""
@@ -197,19 +217,19 @@ class PromptLoading:
                         answer.release()
         if lease is not None:
             with core.lock:
-                block = sharing.lease(place.group, place.at, place.key, lease)
+                block = sharing.lease(place.row, place.at, place.key, lease)
             if block is None:
                 self._room = False  # this session leases as much as it may
             else:
-                self._leased[place.group.number, place.at] = block
+                self._leased[place.row.number, place.at] = block
         return True
 
     def _publish(self, sharing: Sharing, place: _Place) -> Lease | None:
         """Read a block of all layers, verified, and publish it; None if there is no room."""
-        pool, group = self._core.pool, place.group
+        pool, nbytes = self._core.pool, place.row.bytes_of(place.at)
         try:
-            with pool.reserve(CachePoolUsage(transfer_in_flight_bytes=group.nbytes)):
-                block = pool.allocate(group.nbytes)
+            with pool.reserve(CachePoolUsage(transfer_in_flight_bytes=nbytes)):
+                block = pool.allocate(nbytes)
                 try:
                     self._fill(block, place)
                 except BaseException:
@@ -228,14 +248,33 @@ class PromptLoading:
 
     def _fill(self, block: Block, place: _Place) -> None:
         """Each layer's payload into its slice. Errors: those of `PromptCacheReader.read`."""
-        group = place.group
+        group = place.row
+        if isinstance(group, SharedStates):
+            self._fill_state(block, group)
+            return
         for number, layer in enumerate(group.layers):
             entry = self._whole(layer, place.at)
             assert entry is not None
-            if len(self._buffer) < entry.logical_bytes:
-                self._buffer = np.empty(entry.logical_bytes, np.uint8)
-            arrays = self._cache.read(entry, into=self._buffer)
+            arrays = self._read(entry)
             _copy(block, number * group.stride, group.spec, [arrays[n] for n in layer.names])
+
+    def _fill_state(self, block: Block, row: SharedStates) -> None:
+        """Each tensor to its place. Errors: PromptCacheError.Incompatible `state_dtype`."""
+        manifest = self._cache.manifest
+        stored = {(entry.owner.value, entry.role): entry for entry in manifest.state_tensors}
+        entries = [stored.get((each.layer, each.policy.role)) for each in row.tensors]
+        _mark_present(block, row, [entry is not None for entry in entries])
+        for number, (tensor, entry) in enumerate(zip(row.tensors, entries, strict=True)):
+            if entry is not None:
+                array = self._read(entry)["state"]
+                _require("state_dtype", tensor.dtype.name, array.dtype.name)
+                _copy_state(block, row, manifest.total_prefix_tokens, number, array)
+
+    def _read(self, entry: PromptCacheBlock | PromptCacheStateTensor) -> dict[str, HostArray]:
+        """Verified arrays in memory that the next read uses again."""
+        if len(self._buffer) < entry.logical_bytes:
+            self._buffer = np.empty(entry.logical_bytes, np.uint8)
+        return self._cache.read(entry, into=self._buffer)
 
     # Into the session -----------------------------------------------------------------------------
 
@@ -265,6 +304,16 @@ class PromptLoading:
         if end:
             core.set_tail(number, MutableCacheTail(0, end))
         return imported
+
+    def _adopt_state(self, sharing: Sharing, position: int) -> None:
+        """What `CacheSession.state` answers. Errors: Runtime when the arena had no room for it."""
+        row = sharing.states
+        if row is None or not self._cache.manifest.state_tensors:
+            return
+        block = self._leased.get((row.number, position // sharing.block_tokens - 1))
+        if block is None:
+            raise CacheResidencyError.Runtime("the pool has no room for the cache's fixed state")
+        row.block, row.position = block, position
 
     def _append_tail(self, layer: Layer) -> None:
         """The tokens behind the last whole block go on where appends go."""
@@ -332,3 +381,14 @@ def _copy(block: Block, at: int, spec: BlockSpec, arrays: list[HostArray]) -> No
     room = np.frombuffer(block.memoryview(), np.uint8)
     for target, source in zip(slice_arrays(room, at, spec), arrays, strict=True):
         np.copyto(target, source, casting="no")
+
+
+def _mark_present(block: Block, row: SharedStates, there: list[bool]) -> None:
+    row.present(np.frombuffer(block.memoryview(), np.uint8))[:] = there
+
+
+def _copy_state(
+    block: Block, row: SharedStates, position: int, number: int, source: HostArray
+) -> None:
+    room = np.frombuffer(block.memoryview(), np.uint8)
+    np.copyto(row.arrays(room, position)[number], source, casting="no")

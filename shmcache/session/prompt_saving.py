@@ -12,7 +12,8 @@ Concurrency: with the order lock: growth and shrinking wait, leases do not.
 
 Death: see prompt/publication.py.
 
-Not here: fixed state. A model that needs it at this prefix is refused, as `state_count`.
+Fixed state is saved where it was put into the pool last, and the prefix ends there. A model that
+needs state and has none in the pool is refused, as `state_count`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from shmcache.policy.manifest import (
     PROMPT_CACHE_SCHEMA_VERSION,
     PromptCacheBlock,
     PromptCacheManifest,
+    PromptCacheStateTensor,
 )
 from shmcache.policy.prompt_identity import (
     PromptCacheDescriptor,
@@ -39,8 +41,11 @@ from shmcache.policy.prompt_identity import (
     PromptCacheOptions,
     validate_prompt_cache_model_identity,
 )
+from shmcache.policy.state import StateTensorOwnerLayer
+from shmcache.policy.state_kinds import AnyStateTensorRole
+from shmcache.prompt.dtypes import dtype_of
 from shmcache.prompt.files import StrPath
-from shmcache.prompt.producing import write_block_shard
+from shmcache.prompt.producing import write_block_shard, write_state_shard
 from shmcache.prompt.publication import PromptCachePublication
 from shmcache.session.backend import BlockSpec, HostArray, HostCopy, HostCopyOperation
 from shmcache.session.block_files import read_block
@@ -48,6 +53,7 @@ from shmcache.session.core import SessionCore
 from shmcache.session.layers import Layer
 from shmcache.session.records import LEASED, BlockFile, BlockRecord
 from shmcache.session.shared_groups import TokenIds
+from shmcache.session.sharing import Sharing
 
 
 class _Source(NamedTuple):
@@ -67,11 +73,22 @@ class _Part(NamedTuple):
     sources: Sequence[_Source]
 
 
+class _State(NamedTuple):
+    """One tensor of fixed state, in the arena and leased by its array."""
+
+    owner: StateTensorOwnerLayer
+    role: AnyStateTensorRole
+    array: HostArray
+
+
 class PromptSaving:
     """See the module."""
 
-    def __init__(self, core: SessionCore, model: PromptCacheModelIdentity) -> None:
+    def __init__(
+        self, core: SessionCore, sharing: Sharing | None, model: PromptCacheModelIdentity
+    ) -> None:
         self._core = core
+        self._sharing = sharing
         self._model = model
 
     def save(
@@ -87,10 +104,12 @@ class PromptSaving:
         with core.lock:
             core.check_open()
             total = min([len(tokens), *(self._reach(layer) for layer in core.layers)])
+            total, states = self._states(total)
             parts = [part for layer in core.layers for part in self._parts(layer, total)]
         manifest = self._manifest(descriptor, options, tokens[:total])
         planned = tuple(self._planned(part, descriptor.batch_size) for part in parts)
-        msgspec.structs.replace(manifest, blocks=planned).validate()
+        planned_states = tuple(_planned_state(state) for state in states)
+        msgspec.structs.replace(manifest, blocks=planned, state_tensors=planned_states).validate()
         with PromptCachePublication.begin(destination, options.replace_existing) as publication:
             staging = publication.staging_directory
             blocks = []
@@ -107,7 +126,13 @@ class PromptSaving:
                         rank=plan.rank,
                     )
                 blocks.append(stored)
-            manifest = msgspec.structs.replace(manifest, blocks=tuple(blocks))
+            tensors = tuple(
+                write_state_shard(staging, index, state.array, owner=state.owner, role=state.role)
+                for index, state in enumerate(states)
+            )
+            manifest = msgspec.structs.replace(
+                manifest, blocks=tuple(blocks), state_tensors=tensors
+            )
             publication.commit(manifest)
         return manifest
 
@@ -147,6 +172,27 @@ class PromptSaving:
             within = [each for each in sources if each.start < end and each.end > start]
             yield _Part(layer, start, end, within)
             start = end
+
+    def _states(self, total: int) -> tuple[int, list[_State]]:
+        """The newest state in the pool of a prefix of at most `total` tokens, and whose it is."""
+        sharing = self._sharing
+        row = None if sharing is None else sharing.states
+        if sharing is None or row is None:
+            return total, []
+        size = sharing.block_tokens
+        for index in reversed(range(min(total // size, len(row.keys)))):
+            block = sharing.lease(row, index, row.keys[index])
+            if block is not None:
+                position = (index + 1) * size
+                there = zip(
+                    row.tensors, row.arrays(block, position), row.present(block), strict=True
+                )
+                return position, [
+                    _State(StateTensorOwnerLayer(tensor.layer), tensor.policy.role, array)
+                    for tensor, array, is_there in there
+                    if is_there
+                ]
+        return total, []
 
     def _manifest(
         self, descriptor: PromptCacheDescriptor, options: PromptCacheOptions, tokens: TokenIds
@@ -265,6 +311,20 @@ class PromptSaving:
         with core.lock:
             core.lifecycle.release(id)
             core.victims.touch(id)
+
+
+def _planned_state(state: _State) -> PromptCacheStateTensor:
+    """The entry of a tensor that is not written yet: all but its bytes."""
+    return PromptCacheStateTensor(
+        owner=state.owner,
+        role=state.role,
+        shard="planned",
+        array="state",
+        shape=state.array.shape,
+        dtype=dtype_of(state.array).name,
+        logical_bytes=1,
+        payload_sha256="0" * 64,
+    )
 
 
 def _empty(spec: BlockSpec) -> tuple[HostArray, ...]:

@@ -240,7 +240,8 @@ class CacheSession:
         """Publish the session's prefix as a prompt cache; what was published.
 
         Contract: `tokens` are the ids from position 0 on. As many of them are saved as all layers
-        have, whatever block or tail they are in. One block at a time is in memory, charged as a
+        have, whatever block or tail they are in; of a model with fixed state, those up to the state
+        that is in the pool and was put last. One block at a time is in memory, charged as a
         transfer; the files are nobody's charge. After an error the destination is as it was.
 
         Errors: PromptCacheError when the descriptor is another model's, or what the session has is

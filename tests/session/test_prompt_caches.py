@@ -275,6 +275,7 @@ def test_no_flipped_bit_is_ever_published(
                 with pytest.raises(PromptCachePersistenceError.MalformedShard) as refused:
                     engine.load(cache, 18)
                 assert refused.value.code == "payload_digest"
+                assert other_pool.arena_report().leased_bytes == 0
                 assert other_pool.arena_report().private_bytes == 0  # though the error is kept
                 assert axes(other_pool.report())[0] == 0
             else:
