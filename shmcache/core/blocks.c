@@ -286,7 +286,7 @@ enum shmc_status shmc_blocks_publish(struct shmc_handle *handle, struct shmc_req
         return yield_to(handle, request, present);
     if (status == SHMC_OK)
         status = shmc_policy_drain_own(handle); /* the parent's use comes before its child's */
-    if (status != SHMC_OK)
+    if (status != SHMC_OK && status != SHMC_MORE)
         return status;
     uint64_t parent = find_parent(handle, request);
     struct shmc_owner *owner = &handle->owners[handle->slot];
