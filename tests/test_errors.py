@@ -199,6 +199,7 @@ SAMPLES: tuple[tuple[ContractError, tuple[str, ...]], ...] = (
     (WorkloadError.ModelUnsupported("a.gguf", "it has no x"), ("a.gguf", "it has no x")),
     (WorkloadError.ConfigUnreadable("a/config.json", "why"), ("'a/config.json'", "why")),
     (WorkloadError.ConfigUnsupported("gpt9", "n_head", "why"), ("'gpt9'", "n_head", "why")),
+    (WorkloadError.PagesMissing("some/docs"), ("some/docs", "*.md")),
     (DumpError.Unreadable("a.dump", "no such file"), ("'a.dump'", "no such file")),
     (DumpError.Unwritable("a.dump", "no room"), ("'a.dump'", "no room")),
     (DumpError.Damaged("a.dump", "why"), ("'a.dump'", "why", "shmcache dump")),

@@ -6,6 +6,7 @@ import click
 
 from shmcache.cli import (
     arena,
+    demo,
     doctor,
     listing,
     plan,
@@ -51,6 +52,7 @@ for _command in (
     doctor.doctor,
     stress.stress,
     replay.replay,
+    demo.demo,
     prompt.prompt,
 ):
     main.add_command(_command)

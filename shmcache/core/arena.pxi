@@ -162,34 +162,49 @@ cdef class Arena(Attachment):
         return self._viewed != NULL
 
     def _ready_here(self):
-        """Open in this process, with all that views look at."""
-        self._ready()
+        """In a forked child: open, also when it is closed but for what views look at."""
+        cdef bint closed = self._closed and self._lingering
+        if closed:
+            self._closed = False
+        try:
+            self._ready()
+        finally:
+            if closed:
+                self._closed = True
+
+    cdef bint _lease_again(self, Holding holding) noexcept:
+        cdef uint64_t index
+        for index in range(holding._count):
+            if not shmc_lease_again(self._handle, &holding._leases[index]):
+                shmc_release(self._handle, holding._leases, index)
+                return False
+        return True
 
     cdef int _move_views(self, shmc_handle *previous) except -1:
         """Let the present handle hold what views look at; what it cannot, faults."""
+        cdef list lost = []  # made first: the collector may drop views
         cdef PyObject *item = self._viewed
         cdef Holding holding
         cdef uint64_t index
-        cdef bint kept
-        cdef list lost = []
+        cdef bint written = False
         while item != NULL:
             holding = <Holding><object>item
-            kept = True
-            for index in range(holding._count):
-                if not shmc_lease_again(self._handle, &holding._leases[index]):
-                    shmc_release(self._handle, holding._leases, index)
-                    kept = False
-                    break
-            if kept:
+            if holding._writable():
+                written = True  # nothing may be mapped where it writes
+            elif self._lease_again(holding):
                 holding._era = self._era
             else:
                 lost.append(holding)
             item = holding._next
-        if shmc_keep_views(self._handle, previous):
+        if shmc_keep_views(self._handle, previous, bool(lost), written):
             for holding in lost:
                 for index in range(holding._count):
                     shmc_forbid_view(self._handle, &holding._leases[index])
         return 0
+
+    cdef void _reserve_views(self) noexcept:
+        if self._viewed != NULL:
+            shmc_views_reserve(self._handle)
 
     cdef int _adopt(self, shmc_handle *previous) except -1:
         if self._viewed != NULL:
@@ -330,6 +345,8 @@ cdef class Arena(Attachment):
         if isinstance(parent, Holding):
             of_parent = parent
             of_parent._usable()
+            if of_parent._pool is not self:
+                raise ValueError("the parent is a block of another pool")
             if of_parent._count:
                 request.parent_kind = SHMC_PARENT_LEASE
                 request.parent = of_parent._leases[of_parent._count - 1]

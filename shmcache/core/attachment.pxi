@@ -177,6 +177,7 @@ cdef class Attachment:
             if shmc_is_mine(self._handle):
                 close_descriptor(fd)  # another thread was faster in finding it
                 return 0
+        self._reserve_views()
         try:
             handle = self._open_same(fd)
         except BaseException:
@@ -195,6 +196,9 @@ cdef class Attachment:
         finally:
             shmc_close(previous)
         return 0
+
+    cdef void _reserve_views(self) noexcept:
+        """Let nothing be mapped where views look; the subclass knows of views."""
 
     cdef int _adopt(self, shmc_handle *previous) except -1:
         """Take over what must go on in this process; the subclass knows of views."""

@@ -71,7 +71,8 @@ static void walk_private(struct arena_walk *arena, const struct shmc_block *bloc
     uint64_t slot = SHMC_BLOCK_OWNER(block->state);
     if (slot >= handle->header.geometry.owners_max ||
         handle->owners[slot].state == SHMC_OWNER_FREE ||
-        (shmc_pin_row(handle, (uint32_t)slot)[index / 64] >> index % 64 & 1) == 0) {
+        (shmc_load_relaxed(&shmc_pin_row(handle, (uint32_t)slot)[index / 64]) >> index % 64 & 1) ==
+            0) {
         shmc_walk_report(arena->walk, SHMC_PROBLEM_BLOCK_OWNER, index, 1, slot);
         return;
     }

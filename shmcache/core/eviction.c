@@ -272,14 +272,15 @@ enum shmc_status shmc_policy_childless(struct shmc_handle *handle, uint64_t bloc
     uint64_t policy = shmc_redo_get(handle, &entry->policy);
     struct shmc_slab *slab;
     struct shmc_class *class;
-    if (!is_adaptive(handle) || SHMC_POLICY_QUEUE(policy) != SHMC_QUEUE_INNER)
+    uint64_t aside = is_adaptive(handle) ? SHMC_QUEUE_INNER : SHMC_QUEUE_PARKED;
+    if (SHMC_POLICY_QUEUE(policy) != aside)
         return SHMC_OK;
     enum shmc_status status = shmc_slab_of(handle, block, &slab, &class);
     if (status == SHMC_OK)
         status = shmc_queue_remove(handle, class, block);
     if (status != SHMC_OK)
         return status;
-    uint64_t queue = shmc_adaptive_kind(SHMC_POLICY_USES(policy), entry->flags);
+    uint64_t queue = queue_for(handle, block, SHMC_POLICY_USES(policy));
     shmc_redo_set(handle, &entry->policy, (policy & ~0xffull) | queue);
     return insert_by_age(handle, class, queue, block, SHMC_POLICY_CLOCK(policy));
 }

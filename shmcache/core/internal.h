@@ -24,7 +24,8 @@
             return SHMC_CORRUPT;                                                                   \
     } while (0)
 
-#define SHMC_NO_SLOT UINT32_MAX
+#define SHMC_NO_SLOT  UINT32_MAX
+#define SHMC_KEPT_MAX 8u
 
 struct shmc_pidfd {
     uint64_t nonce;  /* of the owner it watches; 0: none */
@@ -41,6 +42,12 @@ struct shmc_table {
     uint64_t *mark; /* entries at and above it were never used */
     uint64_t *live;
     enum shmc_status full;
+};
+
+/* Addresses of the size of the arena. */
+struct shmc_range {
+    uint8_t *base;
+    bool empty; /* nothing is mapped there, and nothing may be */
 };
 
 /* Private to one process. Immutable after open but for slot, redo_count, pidfds and scratch. */
@@ -63,8 +70,11 @@ struct shmc_handle {
     uint64_t *index;
     uint64_t *learned;
     uint32_t *ghosts;
-    uint8_t *write_base; /* of the arena; NULL for an observer */
-    uint8_t *read_base;  /* the same bytes, not writable */
+    uint8_t *write_base;                   /* of the arena; NULL for an observer */
+    uint8_t *read_base;                    /* the same bytes, not writable */
+    struct shmc_range kept[SHMC_KEPT_MAX]; /* where only older views look, see views.c */
+    uint32_t kept_count;
+    bool reserved; /* in a forked child: nothing else is mapped where its views look */
     uint64_t arena_bytes;
     uint64_t arena_mapped; /* in whole pages */
     /* Leases of this process per block. A count and its bit change together, under leaf. */
@@ -111,6 +121,9 @@ void shmc_process_unregister(const struct shmc_handle *handle);
 void shmc_process_close_descriptors(struct shmc_handle *handle);
 void shmc_process_forget_pidfd(struct shmc_pidfd *pidfd);
 bool shmc_process_pidfd_intact(const struct shmc_pidfd *pidfd);
+
+/* views.c */
+void shmc_views_drop(struct shmc_handle *handle);
 
 /* owners.c; called with the lock held */
 enum shmc_status shmc_owners_join(struct shmc_handle *handle);

@@ -46,6 +46,8 @@ void *shmc_os_map_at(int fd, uint64_t offset, uint64_t bytes, bool writable);
 /* For a forked child: a mapping for reading at an address where nothing is mapped; false when that
  * cannot be. */
 bool shmc_os_map_again(void *address, int fd, uint64_t offset, uint64_t bytes);
+/* Takes these addresses, if nobody has them, without memory behind them. */
+bool shmc_os_reserve(void *address, uint64_t bytes);
 /* A wish: the kernel may know better. */
 void shmc_os_want_huge_pages(void *address, uint64_t bytes);
 /* Fills the page table for this range, so that no later touch faults; false and errno. */

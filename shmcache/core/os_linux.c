@@ -97,10 +97,18 @@ void *shmc_os_map_at(int fd, uint64_t offset, uint64_t bytes, bool writable)
     return address;
 }
 
+bool shmc_os_reserve(void *address, uint64_t bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    void *got = mmap(address, bytes, PROT_NONE, flags, -1, 0);
+    if (got != MAP_FAILED && got != address)
+        munmap(got, bytes);
+    return got == address;
+}
+
 bool shmc_os_map_again(void *address, int fd, uint64_t offset, uint64_t bytes)
 {
-    void *got =
-        mmap(address, bytes, PROT_READ, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, (off_t)offset);
+    void *got = mmap(address, bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd, (off_t)offset);
     if (got == MAP_FAILED)
         return false;
     if (got != address || madvise(got, bytes, MADV_DONTFORK) != 0) {

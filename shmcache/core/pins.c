@@ -110,6 +110,9 @@ bool shmc_unpin(struct shmc_handle *handle, uint64_t block)
 
 bool shmc_is_pinned(const struct shmc_handle *handle, uint64_t block)
 {
+#ifdef SHMC_MUTANT_BLIND_EVICTION
+    return false;
+#endif
     uint64_t row_words = shmc_pin_row_bytes(handle->header.geometry.blocks_max) / sizeof(uint64_t);
     const uint64_t *column = shmc_pin_row(handle, 0) + block / 64;
     for (uint32_t word = 0; word * 64 < handle->header.geometry.owners_max; word++) {
@@ -357,7 +360,7 @@ bool shmc_stat(struct shmc_handle *handle, const uint64_t *key, struct shmc_bloc
         .leased = shmc_is_pinned(handle, lease.block),
     };
     if (shmc_slab_of(handle, lease.block, &slab, &class) == SHMC_OK)
-        stat->capacity = class->block_bytes;
+        stat->capacity = shmc_load_relaxed(&class->block_bytes);
     return true;
 }
 

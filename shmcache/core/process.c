@@ -63,8 +63,10 @@ static void after_fork_in_parent(void)
 static void after_fork_in_child(void)
 {
     *guard_page = 0; /* for kernels that cannot wipe it */
-    for (struct shmc_handle *handle = registry; handle != NULL; handle = handle->next)
+    for (struct shmc_handle *handle = registry; handle != NULL; handle = handle->next) {
+        shmc_views_reserve(handle);
         shmc_process_close_descriptors(handle);
+    }
     registry = NULL;
     pthread_mutex_unlock(&registry_mutex);
 }

@@ -14,7 +14,8 @@
 #include "atomics.h"
 #include "internal.h"
 
-#define LOOKS_MAX 64u /* candidates looked at while the lock is held */
+#define LOOKS_MAX  64u   /* candidates looked at while the lock is held */
+#define SEARCH_MAX 4096u /* blocks looked at in the search for a slab, likewise */
 
 static struct shmc_block *block_at(const struct shmc_handle *handle, uint64_t index)
 {
@@ -288,6 +289,8 @@ static enum shmc_status evict_some(struct shmc_handle *handle, struct shmc_class
     SHMC_CHECK(candidates <= handle->header.geometry.blocks_max);
     for (uint32_t looks = 0; looks < LOOKS_MAX; looks++) {
         enum shmc_status status = class != NULL ? evict_one(handle, class) : evict_any(handle);
+        if (status == SHMC_OK)
+            request->cursor = 0; /* the next one is searched for anew */
         if (status != SHMC_PINNED)
             return status;
         if (request->cursor++ > candidates + SHMC_CLASSES_MAX)
@@ -313,18 +316,23 @@ enum shmc_status shmc_blocks_evict(struct shmc_handle *handle, struct shmc_reque
 
 /* ---- emptying a slab for another class ----------------------------------------------------- */
 
-/* Whether nothing in the slab is in use or private. */
-static bool is_evictable(const struct shmc_handle *handle, const struct shmc_slab *slab)
+/* Whether a block that is not FREE can be made so, as far as its descriptor says. */
+static bool can_go(const struct shmc_block *block)
+{
+    return block->state == SHMC_BLOCK_DOOMED ||
+           (block->state == SHMC_BLOCK_PUBLISHED && (block->flags & SHMC_BLOCK_PROTECTED) == 0);
+}
+
+/* Whether nothing in the slab is leased, protected or private; counts the blocks looked at. */
+static bool is_evictable(const struct shmc_handle *handle, const struct shmc_slab *slab,
+                         uint64_t *looks)
 {
     uint64_t next = slab->mark <= handle->header.geometry.blocks_max ? slab->chain : 0;
-    for (uint64_t steps = 0; next != 0 && steps < slab->mark; steps++) {
+    for (uint64_t steps = 0; next != 0 && steps < slab->mark; steps++, (*looks)++) {
         if (next > handle->header.geometry.blocks_max)
             return false;
         const struct shmc_block *block = block_at(handle, next - 1);
-        uint64_t state = SHMC_BLOCK_STATE(block->state);
-        if (state != SHMC_BLOCK_FREE &&
-            (state != SHMC_BLOCK_PUBLISHED || shmc_is_pinned(handle, next - 1) ||
-             (block->flags & SHMC_BLOCK_PROTECTED) != 0))
+        if (block->state != SHMC_BLOCK_FREE && (!can_go(block) || shmc_is_pinned(handle, next - 1)))
             return false;
         next = block->sibling;
     }
@@ -336,6 +344,7 @@ static struct shmc_slab *choose_slab(const struct shmc_handle *handle,
                                      const struct shmc_class *class)
 {
     const struct shmc_slab *last = NULL;
+    uint64_t looks = 0;
     for (uint32_t queue = 0; queue < SHMC_QUEUES; queue++) {
         uint32_t next = SHMC_LOW(class->ends[queue]);
         for (uint32_t tries = 0; tries < 8 && next != 0; tries++) {
@@ -344,7 +353,7 @@ static struct shmc_slab *choose_slab(const struct shmc_handle *handle,
             if (next > handle->header.geometry.blocks_max ||
                 shmc_slab_of(handle, next - 1, &slab, &of_block) != SHMC_OK || of_block != class)
                 return NULL;
-            if (slab != last && is_evictable(handle, slab))
+            if (slab != last && is_evictable(handle, slab, &looks))
                 return slab;
             last = slab;
             next = SHMC_HIGH(block_at(handle, next - 1)->links);
@@ -376,9 +385,10 @@ static enum shmc_status drain_step(struct shmc_handle *handle)
         next = block->sibling;
         if (block->state == SHMC_BLOCK_FREE)
             continue;
-        bool can_go =
-            block->state == SHMC_BLOCK_PUBLISHED && (block->flags & SHMC_BLOCK_PROTECTED) == 0;
-        status = can_go ? evict(handle, index, slab, class) : SHMC_PINNED;
+        status = SHMC_PINNED;
+        if (can_go(block))
+            status = block->state == SHMC_BLOCK_DOOMED ? bury(handle, index)
+                                                       : evict(handle, index, slab, class);
         if (status == SHMC_PINNED) {
             status = shmc_slab_drain_cancel(handle, slab, class);
             return status == SHMC_OK ? SHMC_PINNED : status;
@@ -415,6 +425,31 @@ static enum shmc_status drain_other(struct shmc_handle *handle, const struct shm
     return status == SHMC_PINNED ? SHMC_ARENA_FULL : status;
 }
 
+/* The last resort, as the victims' slabs say little about the others: looks at every slab, in
+ * chunks, from request->slab_cursor on. MORE when one was found and is DRAINING now, or when the
+ * search goes on; ARENA_FULL at its end. */
+static enum shmc_status search_slab(struct shmc_handle *handle, const struct shmc_class *but,
+                                    struct shmc_request *request)
+{
+    for (uint64_t looks = 0; request->slab_cursor < handle->header.slabs_max; looks++) {
+        if (looks >= SEARCH_MAX)
+            return SHMC_MORE;
+        uint64_t index = request->slab_cursor++;
+        struct shmc_slab *slab = &handle->slabs[index];
+        uint64_t class_index = SHMC_SLAB_CLASS(slab->state);
+        if (SHMC_SLAB_STATE(slab->state) != SHMC_SLAB_ASSIGNED ||
+            shmc_slab_places(handle, index, but->block_bytes) == 0)
+            continue;
+        SHMC_CHECK(class_index < SHMC_CLASSES_MAX);
+        struct shmc_class *class = &handle->classes[class_index];
+        if (class == but || !is_evictable(handle, slab, &looks))
+            continue;
+        enum shmc_status status = shmc_slab_drain_begin(handle, slab, class);
+        return status == SHMC_OK ? SHMC_MORE : status;
+    }
+    return SHMC_ARENA_FULL;
+}
+
 /* ---- room for an allocation ------------------------------------------------------------------ */
 
 /* Which room is missing, and makes some: in this class, or by taking a slab from another that is
@@ -437,7 +472,7 @@ enum shmc_status shmc_make_room(struct shmc_handle *handle, struct shmc_class *c
     status = evict_some(handle, class, request);
     if (status == SHMC_ARENA_FULL && !other_first)
         status = drain_other(handle, class);
-    return status;
+    return status == SHMC_ARENA_FULL ? search_slab(handle, class, request) : status;
 }
 
 /* Room on the host axis, which is one for all classes. */

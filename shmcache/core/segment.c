@@ -442,10 +442,7 @@ static void unmap(struct shmc_handle *handle)
 {
     if (handle->base != NULL)
         shmc_os_unmap(handle->base, handle->mapped_bytes);
-    if (handle->write_base != NULL)
-        shmc_os_unmap(handle->write_base, handle->arena_mapped);
-    if (handle->read_base != NULL)
-        shmc_os_unmap(handle->read_base, handle->arena_mapped);
+    shmc_views_drop(handle);
 }
 
 static enum shmc_status map_tables(struct shmc_handle *handle)
@@ -513,39 +510,9 @@ void shmc_close(struct shmc_handle *handle)
     shmc_process_close_descriptors(handle);
     if (shmc_is_mine(handle))
         unmap(handle);
+    else if (handle->reserved)
+        shmc_views_drop(handle);
     free_handle(handle);
-}
-
-bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous)
-{
-    uint64_t offset = next->header.region_offset[SHMC_REGION_ARENA];
-    uint8_t *own = next->read_base;
-    if (shmc_is_mine(previous)) {
-        next->read_base = previous->read_base;
-        previous->read_base = own;
-        return true;
-    }
-    /* The address is free: no mapping of the parent was inherited, no other was made yet. */
-    if (!shmc_os_map_again(previous->read_base, next->segment_fd, offset, next->arena_mapped))
-        return false;
-    next->read_base = previous->read_base;
-    shmc_os_unmap(own, next->arena_mapped);
-    return true;
-}
-
-bool shmc_prefault(const struct shmc_handle *handle, uint64_t offset, uint64_t bytes)
-{
-    if (!shmc_is_mine(handle) || handle->write_base == NULL || offset >= handle->arena_mapped)
-        return true;
-    uint64_t left = handle->arena_mapped - offset;
-    bytes = bytes < left ? bytes : left;
-    return shmc_os_populate(handle->write_base + offset, bytes, true) &&
-           shmc_os_populate(handle->read_base + offset, bytes, false);
-}
-
-void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease)
-{
-    shmc_os_forbid(handle->read_base + lease->place, lease->bytes);
 }
 
 const struct shmc_header *shmc_header(const struct shmc_handle *handle)

@@ -17,8 +17,8 @@
  *             operations.c one request; check.c and check_arena.c walk everything. The arena:
  *             index.c from a key to a block; pins.c leasing without the lock; blocks.c a block as
  *             its owner sees it; room.c how it goes; slabs.c which memory has which size;
- *             eviction.c who goes first; claims.c who is making what; census.c, checksum.c;
- *             snapshot.c copies of the tables.
+ *             eviction.c who goes first; claims.c who is making what; views.c what outlives a
+ *             handle; census.c, checksum.c; snapshot.c copies of the tables.
  */
 #ifndef SHMC_H
 #define SHMC_H
@@ -314,10 +314,11 @@ struct shmc_request {
     uint32_t owner_slot;
     uint64_t owner_nonce;
     uint64_t cursor;
-    uint64_t row_cursor; /* of a reclaim: words of the row of pins */
-    uint64_t drained;    /* ring entries that were looked at before the request itself */
-    uint64_t released;   /* entries given back by a reclaim step; bytes freed by an eviction */
-    char *paths;         /* as in an owner's slot; NULL: not asked for */
+    uint64_t row_cursor;  /* of a reclaim: words of the row of pins */
+    uint64_t slab_cursor; /* of an allocation: slabs that were looked at */
+    uint64_t drained;     /* ring entries that were looked at before the request itself */
+    uint64_t released;    /* entries given back by a reclaim step; bytes freed by an eviction */
+    char *paths;          /* as in an owner's slot; NULL: not asked for */
     uint64_t paths_bytes;
     uint64_t bytes;
     uint64_t capacity; /* bytes charged for the block */
@@ -361,14 +362,6 @@ void shmc_release(struct shmc_handle *handle, const struct shmc_lease *leases,
 /* In a forked child, with its new handle: leases what a view of the parent shows; false when that
  * is not what it was. */
 bool shmc_lease_again(struct shmc_handle *handle, const struct shmc_lease *lease);
-/* For views that outlive the handle they were made through: next, which has leased their blocks,
- * takes over the mapping that they look at, at its address. False: they fault. */
-bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous);
-/* Makes the views of one block fault: they would show another's bytes. */
-void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease);
-
-/* Fills this process's page tables for a part of the arena; false and errno. */
-bool shmc_prefault(const struct shmc_handle *handle, uint64_t offset, uint64_t bytes);
 
 /* What people may ask of one published block; a hint where it does not come from the block. */
 struct shmc_block_stat {
@@ -385,6 +378,21 @@ const uint8_t *shmc_read_address(const struct shmc_handle *handle, const struct 
 uint8_t *shmc_write_address(const struct shmc_handle *handle, const struct shmc_lease *lease);
 uint64_t shmc_read_counter(const struct shmc_handle *handle, uint32_t slot,
                            enum shmc_counter counter);
+
+/* ---- views.c: what outlives a handle --------------------------------------------------------- */
+
+/* For views that outlive the handle they were made through: next, which has leased their blocks,
+ * takes over the mapping that they look at, at its address. apart: new leases get another one, as
+ * some views are going to be forbidden. written: some were writable. False: all views fault. */
+bool shmc_keep_views(struct shmc_handle *next, struct shmc_handle *previous, bool apart,
+                     bool written);
+/* In a forked child, before the segment is opened again, when there are views. */
+void shmc_views_reserve(struct shmc_handle *handle);
+/* Makes the older views of one block fault: they would show another's bytes. */
+void shmc_forbid_view(struct shmc_handle *handle, const struct shmc_lease *lease);
+
+/* Fills this process's page tables for a part of the arena; false and errno. */
+bool shmc_prefault(const struct shmc_handle *handle, uint64_t offset, uint64_t bytes);
 
 /* What sessions tell: words of their part of a telemetry row, counters and then gauges. */
 #define SHMC_SESSION_WORDS (SHMC_SESSION_COUNTERS_MAX + SHMC_GAUGES_MAX)

@@ -15,6 +15,7 @@ class WorkloadError(ContractError):
     ModelUnsupported: TypeAlias = "_WorkloadModelUnsupported"
     ConfigUnreadable: TypeAlias = "_WorkloadConfigUnreadable"
     ConfigUnsupported: TypeAlias = "_WorkloadConfigUnsupported"
+    PagesMissing: TypeAlias = "_WorkloadPagesMissing"
 
 
 @variant("the optional package {package} is not installed", hint="run `{command}`")
@@ -46,3 +47,8 @@ class _WorkloadConfigUnsupported(WorkloadError):
     model_type: str
     field_name: str
     message: str = field(default="", compare=False)
+
+
+@variant("there is no page to talk about in {folder}", hint="name a folder of *.md files")
+class _WorkloadPagesMissing(WorkloadError):
+    folder: str

@@ -22,11 +22,12 @@ import numpy as np
 
 from shmcache.policy.prefix_keys import Tokens, token_ids
 from shmcache.pool.waiting import deadline_ns
+from shmcache.session.backend import HostCopy
 from shmcache.session.core import SessionCore
-from shmcache.session.records import BlockRecord
-from shmcache.session.shared_groups import SharedGroup, TokenIds
+from shmcache.session.records import LEASED, BlockRecord, Storage
+from shmcache.session.shared_groups import NamedBlocks, TokenIds
 from shmcache.session.sharing import Sharing
-from shmcache.session.slices import Bytes
+from shmcache.session.slices import Bytes, layer_arrays
 from shmcache.states.lifecycle import MutableCacheTail
 from shmcache.states.storage import CacheBlockStorage
 
@@ -34,9 +35,9 @@ _Found = dict[int, Bytes]
 
 
 class _Row(NamedTuple):
-    """A group, the keys of the prefix, and what of it is leased by now."""
+    """A row of blocks, the keys of the prefix, and what of it is leased by now."""
 
-    group: SharedGroup
+    blocks: NamedBlocks
     keys: Sequence[bytes]
     leased: _Found
 
@@ -58,7 +59,7 @@ class Matching:
         known = sharing.tokens
         if not np.array_equal(ids[: len(known)], known):
             raise ValueError("the tokens to match do not begin with those that the session knows")
-        keys = [group.chain(ids) for group in sharing.groups]
+        keys = [row.chain(ids) for row in sharing.rows]
         wanted = len(ids) // sharing.block_tokens
         while True:
             position, begun = self._adopt(ids, keys, wanted)
@@ -97,20 +98,19 @@ class Matching:
     ) -> tuple[int, list[_Found]]:
         """Up to which block the prefix can be adopted, and what each group needs of it, leased."""
         rows = [
-            _Row(group, names, {}) for group, names in zip(self._sharing.groups, keys, strict=True)
+            _Row(blocks, names, {}) for blocks, names in zip(self._sharing.rows, keys, strict=True)
         ]
-        windows = [row for row in rows if row.group.window is not None]
+        windows = [row for row in rows if not row.blocks.sees_all]
         blocks = wanted
         for row in rows:
-            if row.group.window is None:
+            if row.blocks.sees_all:
                 blocks = self._run(row, first, blocks)
         while blocks > first and not all(self._see(row, first, blocks) for row in windows):
             blocks -= 1
             for row in rows:
                 row.leased.pop(blocks, None)
         for row in rows:
-            needed = set(self._needed(row.group, first, blocks))
-            for index in row.leased.keys() - needed:
+            for index in row.leased.keys() - set(self._needed(row, first, blocks)):
                 del row.leased[index]
         return blocks, [row.leased for row in rows]
 
@@ -123,46 +123,41 @@ class Matching:
 
     def _see(self, row: _Row, first: int, blocks: int) -> bool:
         """Lease what a group with a window needs of a prefix; the newest block is missing most."""
-        needed = self._needed(row.group, first, blocks)
+        needed = self._needed(row, first, blocks)
         return all(self._lease(row, index) for index in reversed(needed))
 
     def _lease(self, row: _Row, index: int) -> bool:
         if index not in row.leased:
-            block = self._sharing.lease(row.group, index, row.keys[index])
+            block = self._sharing.lease(row.blocks, index, row.keys[index])
             if block is None:
                 return False
             row.leased[index] = block
         return True
 
-    def _needed(self, group: SharedGroup, first: int, blocks: int) -> list[int]:
-        """What of the blocks from `first` up to `blocks` the token after them sees."""
-        sharing = self._sharing
-        sinks, seen = group.first_seen(
-            blocks * sharing.block_tokens, self._core.layers.prefix_tokens
-        )
-        return [index for index in range(first, blocks) if index < sinks or index >= seen]
+    def _needed(self, row: _Row, first: int, blocks: int) -> Sequence[int]:
+        return row.blocks.needed(first, blocks, self._core.layers.prefix_tokens)
 
     def _insert(self, found: Sequence[_Found], end: int) -> None:
         """The leased blocks become host copies; every layer ends at `end`."""
         core, size = self._core, self._sharing.block_tokens
-        for group, leased in zip(self._sharing.groups, found, strict=True):
+        for group, leased in zip(self._sharing.groups, found, strict=False):
+            nbytes = group.spec.logical_bytes
             for index in sorted(leased):
-                start = index * size
-                protected = core.layers.is_prefix(start + size)
-                for layer in group.layers:
-                    id = core.layers.block_id(layer, start, start + size)
-                    copy = self._sharing.copy(leased[index], layer.global_layer)
-                    record = BlockRecord(
-                        id,
-                        group.spec,
-                        CacheBlockStorage.host(id, copy),
-                        logical_bytes=copy.transfer_bytes,
-                    )
-                    core.insert(record, protected)
+                start, stop = index * size, (index + 1) * size
+                protected = core.layers.is_prefix(stop)
+                slices = layer_arrays(leased[index], len(group.layers), group.spec)
+                for layer, arrays in zip(group.layers, slices, strict=True):
+                    id = core.layers.block_id(layer, start, stop)
+                    storage: Storage = CacheBlockStorage.host(id, HostCopy(arrays, LEASED, nbytes))
+                    record = BlockRecord(id, group.spec, storage, logical_bytes=nbytes)
+                    core.adopt(record, protected)
             for layer in group.layers:
                 number = layer.global_layer
                 core.layer_specs.setdefault(number, group.spec)
                 core.set_tail(number, MutableCacheTail(0, end))
+        states = self._sharing.states
+        if states is not None:
+            states.block, states.position = found[-1][end // size - 1], end
         core.publish()
 
     def _end(self, layer: int) -> int:

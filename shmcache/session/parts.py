@@ -14,6 +14,7 @@ from shmcache.session.balance import Balance
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
 from shmcache.session.disk import DiskTier, Leaving, remove_files
+from shmcache.session.fixed_state import FixedState
 from shmcache.session.generations import Generations, Retiring
 from shmcache.session.matching import Matching
 from shmcache.session.options import PagedCacheOptions
@@ -54,7 +55,7 @@ class SessionParts:
         self.generations = Generations(core, self.demotions, self.disk)
         self.shrinking = Shrinking(core, self.generations, self.reader)
         self.tails = Tails(core, self.balance, self.shrinking)
-        self.sharing = self.matching = None
+        self.sharing = self.matching = self.fixed_state = None
         if sharing is not None:
             try:
                 self.sharing = core.shared = Sharing(core, self.demotions, model, sharing)
@@ -62,6 +63,7 @@ class SessionParts:
                 core.end()
                 raise
             self.matching = Matching(core, self.sharing)
+            self.fixed_state = FixedState(core, self.sharing)
         self.moves = Moves(core, self.demotions, self.disk)
         self._own = own
         self._handles = 0
@@ -117,7 +119,7 @@ class SessionParts:
 
     def _leave(self, *, wait: bool) -> None:
         if self.sharing is not None:
-            self.sharing.release_claim()
+            self.sharing.clear()
         self.disk.close_directory(wait=wait)
         self.core.end()
         if self._own is not None:

@@ -26,7 +26,8 @@ class PrefixSharing:
     adapter, quantisation, rotary scaling. `dtype` is the element type of all arrays (anything that
     numpy understands, ml_dtypes included). `layout` names what the engine does differently inside
     of an array, such as interleaved rotary pairs; the order of dimensions is the session's own.
-    `salt` keeps tenants apart.
+    `salt` keeps tenants apart. `state_dtype` is the element type of fixed state whose policy only
+    says "floating"; None for that of the keys.
 
     `publish`: a block goes to the pool when it is sealed in all layers of its group (`on_seal`),
     when it must leave the device (`on_demote`), or `never`. Matching works with each.
@@ -41,11 +42,14 @@ class PrefixSharing:
     dtype: Any
     layout: str = ""
     salt: str | bytes = b""
+    state_dtype: Any = None
     publish: PublishWhen = "on_seal"
     leased_bytes_max: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        if self.state_dtype is not None:
+            object.__setattr__(self, "state_dtype", np.dtype(self.state_dtype))
         if self.publish not in _WHEN:
             raise ValueError(f"publish must be one of {', '.join(_WHEN)}, not {self.publish!r}")
         if self.leased_bytes_max is not None:

@@ -17,7 +17,7 @@ Errors      `CacheResidencyError`; `SegmentError` of the pool; ValueError for a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
@@ -30,6 +30,7 @@ from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolUsage
 from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.backend import BlockSpec, CacheBackend, HostMemory
+from shmcache.session.fixed_state import FixedState
 from shmcache.session.gauges import snapshot
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
@@ -185,6 +186,33 @@ class CacheSession:
         with self._ordered():
             if self._parts.sharing is not None:
                 self._parts.sharing.feed(tokens)
+
+    def put_state(self, position: int, states: Mapping[int, Sequence[Any]]) -> bool:
+        """Publish the fixed state of all layers that have any, as it is after `position` tokens.
+
+        Why: a recurrent or convolution layer goes on only from its state, so a prefix of such a
+        model can be adopted where somebody has put one. `states`: for each of those layers its
+        arrays in the order of its policy, None for one that is not there. They are copied.
+
+        Contract: `position` is a multiple of the block size whose tokens are known. Returns whether
+        the state is in the pool now; False where there was no room, or nothing is published.
+
+        Errors: ArrayMismatch; ValueError for another position, or a session without sharing.
+        """
+        with self._ordered():
+            return self._fixed_state().put(u64(position, "position"), states)
+
+    def state(self) -> dict[int, tuple[Any, ...]] | None:
+        """The fixed state that came with the prefix that was adopted last, as it was put; None if
+        none did. Errors: ValueError for a session without sharing.
+        """
+        with self._ordered():
+            return self._fixed_state().get()
+
+    def _fixed_state(self) -> FixedState:
+        if self._parts.fixed_state is None:
+            raise ValueError("this session shares nothing: make it with sharing=PrefixSharing(...)")
+        return self._parts.fixed_state
 
     def sharing_report(self) -> CacheSharingReport:
         """What was published and adopted so far; all zero without sharing."""

@@ -34,38 +34,38 @@ from shmcache.session.slices import (
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 
-class SharedGroup:
-    """One group, the `number`th. `keys` are those of the prefix as far as its tokens are known.
+class NamedBlocks:
+    """Blocks that sessions find under the names of their tokens; a model has several such rows.
 
-    `live`: the leased blocks by their place in the prefix, as long as an array of one is alive.
+    `keys` are those of the prefix as far as its tokens are known. `live`: the leased blocks by
+    their place in the prefix, as long as an array of one is alive.
     """
 
-    __slots__ = (
-        "_names",
-        "capacity_bytes",
-        "keys",
-        "layers",
-        "live",
-        "nbytes",
-        "number",
-        "spec",
-        "stride",
-        "window",
-    )
+    __slots__ = ("_names", "keys", "live", "number")
 
-    def __init__(
-        self, number: int, layers: Sequence[Layer], spec: BlockSpec, names: PrefixKeys
-    ) -> None:
+    def __init__(self, number: int, names: PrefixKeys) -> None:
         self.number = number
-        self.layers = tuple(layers)
-        self.window = layers[0].window
-        self.spec = spec
-        self.stride = stride(spec)
-        self.nbytes = len(layers) * self.stride
-        self.capacity_bytes = class_bytes(self.nbytes)
         self.keys: list[bytes] = []
         self.live: weakref.WeakValueDictionary[int, Bytes] = weakref.WeakValueDictionary()
         self._names = names
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether a prefix is of use only with all of its blocks."""
+        raise NotImplementedError
+
+    def bytes_of(self, index: int) -> int:
+        """Bytes of the block at this place of the prefix."""
+        raise NotImplementedError
+
+    def needed(self, first: int, blocks: int, prefix_tokens: int) -> Sequence[int]:
+        """Which of the blocks from `first` up to `blocks` the token after them needs."""
+        raise NotImplementedError
+
+    @property
+    def leased_bytes(self) -> int:
+        """What the live blocks occupy."""
+        return sum(class_bytes(self.bytes_of(index)) for index in tuple(self.live))
 
     def chain(self, tokens: TokenIds) -> list[bytes]:
         """The keys of all full blocks of `tokens`, which continue the known prefix."""
@@ -76,15 +76,45 @@ class SharedGroup:
         made = self._names.chain(tokens[known * size :], parent).tobytes()
         return self.keys + [made[at : at + KEY_BYTES] for at in range(0, len(made), KEY_BYTES)]
 
-    def first_seen(self, position: int, prefix_tokens: int) -> tuple[int, int]:
-        """Which blocks the token at `position` sees: those before the first number, which hold
-        the protected prefix, and those from the second one on.
-        """
-        size = self._names.block_tokens
+
+class SharedGroup(NamedBlocks):
+    """Layers whose slices lie in one block."""
+
+    __slots__ = ("layers", "nbytes", "spec", "stride", "window")
+
+    def __init__(
+        self, number: int, names: PrefixKeys, layers: Sequence[Layer], spec: BlockSpec
+    ) -> None:
+        super().__init__(number, names)
+        self.layers = tuple(layers)
+        self.window = layers[0].window
+        self.spec = spec
+        self.stride = stride(spec)
+        self.nbytes = len(layers) * self.stride
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether its layers have no window."""
+        return self.window is None
+
+    @property
+    def leased_bytes(self) -> int:
+        """What the live blocks occupy."""
+        return len(self.live) * class_bytes(self.nbytes)
+
+    def bytes_of(self, index: int) -> int:
+        """The same for each."""
+        return self.nbytes
+
+    def needed(self, first: int, blocks: int, prefix_tokens: int) -> Sequence[int]:
+        """What the window holds, and the protected prefix."""
         if self.window is None:
-            return 0, 0
-        sinks = -(-min(prefix_tokens, position) // size)
-        return sinks, max(position - self.window, 0) // size
+            return range(first, blocks)
+        size = self._names.block_tokens
+        end = blocks * size
+        sinks = -(-min(prefix_tokens, end) // size)
+        seen = max(end - self.window, 0) // size
+        return [index for index in range(first, blocks) if index < sinks or index >= seen]
 
 
 def shared_groups(
@@ -105,18 +135,31 @@ def shared_groups(
         count = slices_per_block(spec, block_bytes_max)
         for at in range(0, len(numbers), count):
             members = [layers[number] for number in numbers[at : at + count]]
-            names = PrefixKeys(
-                model,
-                checkpoint_fingerprint=sharing.checkpoint_fingerprint,
-                dtype=sharing.dtype.name,
-                layout=_layout(sharing, members),
-                block_tokens=block_tokens,
-                salt=sharing.salt,
-                group=len(groups),
-                rank=model.topology.cache_rank_identity(),
-            )
-            groups.append(SharedGroup(len(groups), members, spec, names))
+            numbers_text = ",".join(str(layer.global_layer) for layer in members)
+            layout = f"{SLICES_LAYOUT}; layers {numbers_text}"
+            names = prefix_keys(model, sharing, block_tokens, len(groups), layout)
+            groups.append(SharedGroup(len(groups), names, members, spec))
     return groups
+
+
+def prefix_keys(
+    model: PromptCacheModelIdentity,
+    sharing: PrefixSharing,
+    block_tokens: int,
+    group: int,
+    layout: str,
+) -> PrefixKeys:
+    """The names of one row of blocks. Errors: TypeError, ValueError."""
+    return PrefixKeys(
+        model,
+        checkpoint_fingerprint=sharing.checkpoint_fingerprint,
+        dtype=sharing.dtype.name,
+        layout=f"{layout}; {sharing.layout}",
+        block_tokens=block_tokens,
+        salt=sharing.salt,
+        group=group,
+        rank=model.topology.cache_rank_identity(),
+    )
 
 
 def block_index(id: CacheBlockId, block_tokens: int) -> int | None:
@@ -132,8 +175,3 @@ def _spec(layer: Layer, sharing: PrefixSharing, tokens: int) -> BlockSpec:
             for name, width in zip(layer.names, layer.widths, strict=True)
         )
     )
-
-
-def _layout(sharing: PrefixSharing, layers: Sequence[Layer]) -> str:
-    numbers = ",".join(str(layer.global_layer) for layer in layers)
-    return f"{SLICES_LAYOUT}; layers {numbers}; {sharing.layout}"

@@ -31,11 +31,18 @@ from shmcache.pool.values import CachePoolUsage
 from shmcache.session.backend import BlockSpec, HostCopy, HostCopyOperation
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
+from shmcache.session.fixed_state import shared_states
 from shmcache.session.layers import Layer
 from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.records import LEASED, BlockRecord
-from shmcache.session.shared_groups import SharedGroup, TokenIds, block_index, shared_groups
-from shmcache.session.slices import Bytes, slice_arrays
+from shmcache.session.shared_groups import (
+    NamedBlocks,
+    SharedGroup,
+    TokenIds,
+    block_index,
+    shared_groups,
+)
+from shmcache.session.slices import Bytes, class_bytes, slice_arrays
 from shmcache.states.storage import CacheStoragePhase
 
 _P = CacheStoragePhase
@@ -92,6 +99,10 @@ class Sharing:
         }
         # The group whose last layer is the model's last one: when it has a block, all have.
         self.last_group = max(self.groups, key=lambda group: group.layers[-1].global_layer)
+        self.states = shared_states(model, options, self.block_tokens, len(self.groups))
+        self.rows: list[NamedBlocks] = [*self.groups]
+        if self.states is not None:
+            self.rows.append(self.states)
         self.tokens: TokenIds = np.empty(0, np.uint32)
         self._stale: dict[int, int] = {}  # layers, and from where on their tokens are others
         self._refused: set[tuple[SharedGroup, int]] = set()
@@ -108,8 +119,8 @@ class Sharing:
 
     def know(self, tokens: TokenIds) -> None:
         """These are the ids from position 0 on; they continue the known ones."""
-        for group in self.groups:
-            group.keys = group.chain(tokens)
+        for row in self.rows:
+            row.keys = row.chain(tokens)
         self.tokens = tokens
 
     def cut(self, layer: int, end: int) -> None:
@@ -130,8 +141,8 @@ class Sharing:
             if number != layer and books is not None and books.end > end:
                 self._stale[number] = min(self._stale.get(number, end), end)
         self.tokens = self.tokens[:end]
-        for group in self.groups:
-            group.keys = group.keys[: end // self.block_tokens]
+        for row in self.rows:
+            row.keys = row.keys[: end // self.block_tokens]
         self._refused.clear()
         self.release_claim()
 
@@ -139,8 +150,10 @@ class Sharing:
         """The session is empty."""
         self._stale.clear()
         self.tokens = self.tokens[:0]
-        for group in self.groups:
-            group.keys = []
+        for row in self.rows:
+            row.keys = []
+        if self.states is not None:
+            self.states.block = None
         self._refused.clear()
         self.release_claim()
 
@@ -281,7 +294,7 @@ class Sharing:
         core, start = self._core, index * self.block_tokens
         end = start + self.block_tokens
         found = []
-        for layer in group.layers:
+        for layer in reversed(group.layers):  # engines seal in order: the last one is missing most
             record = core.records.get(core.layers.block_id(layer, start, end))
             if record is None or self._stale.get(layer.global_layer, end) < end:
                 return None
@@ -289,7 +302,7 @@ class Sharing:
             if storage.phase is not _P.DEVICE and storage.host_resource is None:
                 return None
             found.append(record)
-        return found
+        return found[::-1]
 
     def _named(self, id: CacheBlockId) -> tuple[SharedGroup, int] | None:
         """Which block of which group it is, if that has a key."""
@@ -304,7 +317,7 @@ class Sharing:
     @property
     def leased_bytes(self) -> int:
         """Published bytes that this session keeps from being evicted."""
-        return sum(len(group.live) * group.capacity_bytes for group in self.groups)
+        return sum(row.leased_bytes for row in self.rows)
 
     def ready(self, record: BlockRecord) -> HostCopy | None:
         """The block as a lease, if it is published; with the lock held."""
@@ -316,23 +329,23 @@ class Sharing:
         return None if block is None else self.copy(block, record.id.global_layer)
 
     def lease(
-        self, group: SharedGroup, index: int, key: bytes, lease: Lease | None = None
+        self, row: NamedBlocks, index: int, key: bytes, lease: Lease | None = None
     ) -> Bytes | None:
         """A published block's bytes, leased as long as an array of them lives; None for a miss, or
         when the session leases as much as it may. With the lock held.
         """
-        held = group.live.get(index)
+        held = row.live.get(index)
         if held is not None:
             return held
-        most = self.options.leased_bytes_max
-        if most is not None and self.leased_bytes + group.capacity_bytes > most:
+        most, nbytes = self.options.leased_bytes_max, row.bytes_of(index)
+        if most is not None and self.leased_bytes + class_bytes(nbytes) > most:
             return None
         if lease is None:
             lease = self._core.pool.lookup(key)
-        if lease is None or lease.nbytes != group.nbytes:
+        if lease is None or lease.nbytes != nbytes:
             return None
-        block: Bytes = lease.array(np.uint8, (group.nbytes,))
-        group.live[index] = block
+        block: Bytes = lease.array(np.uint8, (nbytes,))
+        row.live[index] = block
         return block
 
     def copy(self, block: Bytes, layer: int) -> HostCopy:

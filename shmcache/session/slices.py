@@ -35,7 +35,7 @@ def layer_groups(model: PromptCacheModelIdentity) -> list[list[int]]:
 
 def stride(spec: BlockSpec) -> int:
     """Bytes from one slice to the next."""
-    return sum(_aligned(each.nbytes) for each in spec.arrays)
+    return sum(aligned(each.nbytes) for each in spec.arrays)
 
 
 def slices_per_block(spec: BlockSpec, block_bytes_max: int) -> int:
@@ -48,8 +48,19 @@ def slice_arrays(block: Bytes, at: int, spec: BlockSpec) -> tuple[HostArray, ...
     arrays: list[HostArray] = []
     for each in spec.arrays:
         arrays.append(block[at : at + each.nbytes].view(each.dtype).reshape(each.shape))
-        at += _aligned(each.nbytes)
+        at += aligned(each.nbytes)
     return tuple(arrays)
+
+
+def layer_arrays(block: Bytes, layers: int, spec: BlockSpec) -> list[tuple[HostArray, ...]]:
+    """The arrays of every slice of a block at once, by layer; they keep `block` alive."""
+    rows = block.reshape(layers, stride(spec))
+    columns, at = [], 0
+    for each in spec.arrays:
+        column = rows[:, at : at + each.nbytes].view(each.dtype)
+        columns.append(column.reshape(layers, *each.shape))
+        at += aligned(each.nbytes)
+    return list(zip(*columns, strict=True))
 
 
 def class_bytes(nbytes: int) -> int:
@@ -57,7 +68,8 @@ def class_bytes(nbytes: int) -> int:
     return _rounded(nbytes, _PAGE if nbytes >= _PAGE else _ALIGN)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """The next multiple of 64: where the next array may begin."""
     return _rounded(nbytes, _ALIGN)
 
 

@@ -42,6 +42,7 @@ _UNSEEN = np.float32(-1e30)  # finite: a piece of which a query sees nothing mus
 
 class DecoderShape(msgspec.Struct, frozen=True):
     """The sizes of a model. `windows`: one per layer, None where the whole prefix is seen.
+    `sinks`: how many tokens, the first ones, are seen in every layer.
 
     Units: a window counts the visible tokens, the current one included.
     """
@@ -56,6 +57,7 @@ class DecoderShape(msgspec.Struct, frozen=True):
     windows: tuple[int | None, ...]
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if len(self.windows) != self.layers or self.heads % self.kv_heads or self.head_dim % 2:
@@ -156,7 +158,7 @@ class Decoder:
             queries, keys, values = np.split(heads, (shape.heads, shape.heads + shape.kv_heads))
             pieces = store.extend(layer, rotated(keys, turn), values)
             queries = rotated(queries, turn).reshape(shape.kv_heads, -1, *queries.shape[1:])
-            seen = attention(queries, pieces, start, shape.windows[layer])
+            seen = attention(queries, pieces, start, shape.windows[layer], shape.sinks)
             x = x + seen @ w.attention_out.T
             gate, up = np.split(normed(x, w.mlp_norm, shape.norm_eps) @ w.gate_up.T, 2, axis=1)
             x = x + (silu(gate) * up) @ w.mlp_down.T
@@ -183,7 +185,9 @@ def rotated(heads: Floats, turn: NDArray[np.complex64]) -> Floats:
     return np.concatenate((a * turn.real - b * turn.imag, b * turn.real + a * turn.imag), axis=2)
 
 
-def attention(queries: Floats, pieces: Iterable[Piece], start: int, window: int | None) -> Floats:
+def attention(
+    queries: Floats, pieces: Iterable[Piece], start: int, window: int | None, sinks: int
+) -> Floats:
     """What each query sees: [kv_heads, group, tokens, dim] -> [tokens, heads * dim].
 
     Each piece is read once and let go. `seen` and `total` are sums of weights exp(score - peak);
@@ -196,7 +200,7 @@ def attention(queries: Floats, pieces: Iterable[Piece], start: int, window: int 
     total, seen = np.zeros_like(peak), np.zeros_like(rows)
     for piece in pieces:
         scores = rows @ piece.keys.swapaxes(1, 2)
-        if (hidden := unseen(piece, start, tokens, window)) is not None:
+        if (hidden := unseen(piece, start, tokens, window, sinks)) is not None:
             scores.reshape(kv_heads, group, tokens, -1)[:, :, hidden] = _UNSEEN
         top = scores.max(axis=2, keepdims=True)
         peak, lower = np.maximum(peak, top), peak
@@ -210,12 +214,16 @@ def attention(queries: Floats, pieces: Iterable[Piece], start: int, window: int 
     return seen.reshape(kv_heads * group, tokens, dim).swapaxes(0, 1).reshape(tokens, -1)
 
 
-def unseen(piece: Piece, start: int, tokens: int, window: int | None) -> NDArray[np.bool_] | None:
+def unseen(
+    piece: Piece, start: int, tokens: int, window: int | None, sinks: int
+) -> NDArray[np.bool_] | None:
     """Which keys of a piece each query must not see, [tokens, keys]; None if it sees all."""
     end = piece.start + piece.keys.shape[1]
     oldest = piece.start if window is None else start + tokens - window
-    if end <= start + 1 and piece.start >= oldest:
+    if end <= start + 1 and (piece.start >= oldest or end <= sinks):
         return None
     keys, queries = np.arange(piece.start, end), np.arange(start, start + tokens)[:, None]
     hidden = keys > queries
-    return hidden if window is None else hidden | (keys <= queries - window)
+    if window is not None:
+        hidden |= (keys <= queries - window) & (keys >= sinks)
+    return hidden

@@ -10,8 +10,8 @@ Contract    A block covers `block_tokens` tokens from a multiple of `block_token
             are only read. New ones come from `allocate`, are written in place, and when the last
             token of the last layer is in they go through `seal`, whose answer is read from then on:
             there a worker publishes a block and answers with the shared, read-only array.
-            A group with a window keeps only the blocks that the next token can see, and needs no
-            more of a prefix than those; `prefix_tokens` says where they end.
+            A group with a window keeps only the blocks that the next token can see, those with
+            sinks included, and needs no more of a prefix; `prefix_tokens` says where they end.
 Shapes      Whatever order of axes the layout has; elements of a head always lie side by side,
             because matrix kernels read rows.
 Not here    Leases, keys and budgets: the caller keeps its leases as long as it uses the store.
@@ -159,21 +159,27 @@ class BlockStore:
                 if before < start + self.block_tokens <= self._tokens:
                     blocks[index] = self._block(group, start, self._seal(group, start, array))
             seen = visible_start(self._tokens, self.groups[group].window)
-            while blocks and blocks[0].start + self.block_tokens <= seen:
-                del blocks[0]
+            blocks[:] = self._visible(blocks, seen)
 
     def _adopted(self, group: int, prefix: Sequence[Sequence[Floats]]) -> list[KVBlock]:
         size, window = self.block_tokens, self.groups[group].window
-        needed = visible_start(self._tokens, window) // size
+        end, seen = self._tokens // size, visible_start(self._tokens, window)
+        sinks = min(-(-self.shape.sinks // size), end)
         arrays = prefix[group] if prefix else ()
-        first = self._tokens // size - len(arrays)
-        if self._tokens % size or not 0 <= first <= needed:
+        first = end - (len(arrays) - sinks)  # of those behind the sinks
+        if self._tokens % size or not sinks <= first <= max(seen // size, sinks):
             raise ValueError(
                 f"group {group}: {len(arrays)} blocks of {size} cannot be the end of a prefix of"
-                f" {self._tokens} tokens with window {window}"
+                f" {self._tokens} tokens with window {window} and {self.shape.sinks} sinks"
             )
-        blocks = [self._block(group, (first + n) * size, a) for n, a in enumerate(arrays)]
-        return blocks[max(needed - first, 0) :]
+        places = (*range(sinks), *range(first, end))
+        blocks = [self._block(group, n * size, a) for n, a in zip(places, arrays, strict=True)]
+        return self._visible(blocks, seen)
+
+    def _visible(self, blocks: list[KVBlock], seen: int) -> list[KVBlock]:
+        """Those with a sink, and those that reach beyond position `seen`."""
+        size, sinks = self.block_tokens, self.shape.sinks
+        return [block for block in blocks if block.start < sinks or block.start + size > seen]
 
     def _block(self, group: int, start: int, array: Floats) -> KVBlock:
         want = self.block_shape(group)

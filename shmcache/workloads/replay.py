@@ -30,12 +30,11 @@ from typing import Any, Final, TypeAlias
 
 from shmcache import (
     CachePoolLimits,
-    CachePoolResource,
     CacheResidencyPool,
-    ContractError,
     SegmentError,
 )
 from shmcache.workloads.children import Counters
+from shmcache.workloads.leftovers import leftovers
 from shmcache.workloads.replay_books import (
     ReplayOptions,
     ReplayProgress,
@@ -57,8 +56,6 @@ from shmcache.workloads.seats import PROGRESS_S, Crew, Seat
 from shmcache.workloads.traces import TraceRequest
 
 _HOLD_S_PER_OUTPUT_TOKEN: Final = 0.020
-_AXES: Final = tuple(CachePoolResource)
-
 _Seat: TypeAlias = Seat[WorkerSettings, WorkerRequest, WorkerAnswer]
 
 
@@ -227,30 +224,6 @@ class _Replay:
     def _scaled(self, seconds: float) -> float:
         return seconds / self._options.speed if self._options.speed else 0.0
 
-    # -- the end
-
-    def _left(self) -> tuple[int | None, int | None]:
-        """(bytes that are charged or leased but published by nobody, evictions) of all pools."""
-        leaked = evictions = 0
-        try:
-            for pool in self._pools:
-                pool.sweep()
-                report, arena = pool.report(), pool.arena_report()
-                leaked += sum(getattr(report, f"current_{axis.value}_bytes") for axis in _AXES)
-                leaked += arena.leased_bytes - arena.published_bytes - arena.doomed_bytes
-                evictions += arena.evicted
-                if pool.owners():
-                    self._violations.append(f"{len(pool.owners())} owners are left")
-                self._violations += [
-                    f"{problem.kind} (index {problem.index}, expected {problem.expected}, "
-                    f"found {problem.actual})"
-                    for problem in pool.verify().problems
-                ]
-        except ContractError as error:
-            self._violations.append(f"the observer met {type(error).__qualname__}: {error}")
-            return None, None
-        return leaked, evictions
-
     # -- what is said
 
     def _progress(self, elapsed_s: float) -> ReplayProgress:
@@ -264,7 +237,8 @@ class _Replay:
 
     def _report(self, seconds: float) -> ReplayReport:
         tally, counts = self._tally, self._counters.totals()
-        leaked, evictions = self._left()
+        left = [leftovers(pool) for pool in self._pools]
+        self._violations += itertools.chain(*(each.violations for each in left))
         return ReplayReport(
             requests=tally.requests,
             block_references=tally.references,
@@ -273,10 +247,10 @@ class _Replay:
             ideal_hit_rate=tally.rate(tally.ideal_hits),
             input_tokens=tally.tokens,
             tokens_saved=tally.tokens_saved,
-            evictions=evictions,
+            evictions=_sum(each.evictions for each in left),
             kills=self._kills,
             redone=self._redone,
-            leaked_bytes=leaked,
+            leaked_bytes=_sum(each.leaked_bytes for each in left),
             wrong_bytes=counts[WRONG_BYTES],
             bytes_stored=counts[BYTES_STORED],
             bytes_served=counts[BYTES_SERVED],
@@ -286,3 +260,9 @@ class _Replay:
             seed=self._options.seed,
             violations=tuple(dict.fromkeys(self._violations)),
         )
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """None if any of them is not known."""
+    known = list(counts)
+    return None if None in known else sum(filter(None, known))

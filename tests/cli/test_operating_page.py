@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from shmcache import SegmentError, SupervisorEventKind, segment_path
 from shmcache.cli.main import main
 from shmcache.errors import RefusedCheck
+from shmcache.workloads.demo_books import DemoKill, DemoReport, DemoRow
 from shmcache.workloads.replay_books import ReplayReport
 from shmcache.workloads.stress import StressReport
 from tests.pool.raw import Segment
@@ -76,6 +77,9 @@ def test_the_keys_of_every_answer_are_listed(pool_name: str) -> None:
     assert list(answer("report", pool_name)) == KEYS[None]
     assert [*StressReport.__struct_fields__, "ok"] == KEYS["stress"]
     assert [*ReplayReport.__struct_fields__, "ok"] == KEYS["replay"]
+    inside = {"workers": DemoRow.__struct_fields__, "kills": DemoKill.__struct_fields__}
+    demo = [key for each in DemoReport.__struct_fields__ for key in (each, *inside.get(each, ()))]
+    assert [*demo, "fallback", "ok"] == KEYS["demo"]
     assert KEYS["supervise"] == ["event", "detail", "owners", *keys(found["reclaim"])[4:]]
     # Of prompt caches, docs/persistence.md tells.
     assert set(KEYS) == {*main.commands, None} - {"prompt"}

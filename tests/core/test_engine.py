@@ -41,7 +41,12 @@ ADDRESS = Build(
     ("-O1", "-DSHMC_DEBUG", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     "address,undefined",
 )
-THREAD = Build("thread", ("-O1", "-fsanitize=thread"), "thread", ("harness.c", "threads.c"))
+THREAD = Build(
+    "thread",
+    ("-O1", "-fsanitize=thread"),
+    "thread",
+    ("harness.c", "threads.c", "arena_threads.c"),
+)
 
 
 # The sanitizer's own allocator is not safe in the child of a process with threads.
@@ -55,6 +60,7 @@ MUTANTS = {
     "NO_REDO": ("recovery.c", "a_change_is_whole_wherever_its_maker_died"),
     "NON_ROBUST": ("locks.c", "robust_mutexes_work_here"),
     "PLAIN_LOCK": ("locks.c", "a_held_lock_makes_others_busy"),
+    "BLIND_EVICTION": ("arena.c", "random_requests_on_blocks_behave_as_the_model_does"),
 }
 
 
@@ -165,7 +171,7 @@ def test_address_and_undefined(builds: Builds, name: str) -> None:
     expect_ok(builds.program(ADDRESS), name)
 
 
-@pytest.mark.parametrize("name", names_in("threads.c"))
+@pytest.mark.parametrize("name", names_in("*threads.c"))
 def test_threads(builds: Builds, name: str) -> None:
     """No two threads touch a word without an order between them."""
     expect_ok(builds.program(THREAD), name)
@@ -179,7 +185,7 @@ def test_random_for_longer(builds: Builds, name: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", names_in("threads.c"))
+@pytest.mark.parametrize("name", names_in("*threads.c"))
 def test_threads_for_longer(builds: Builds, name: str) -> None:
     """The same with other seeds, many times as often."""
     expect_ok(builds.program(THREAD), name, factor=LONGER)
@@ -196,3 +202,13 @@ def test_a_mutant_is_noticed(builds: Builds, name: str) -> None:
         done = run([str(program), test], limit_s=10)
         assert done.returncode != 0, f"{test} passes without the safeguard"
         assert re.search(rf"{file}:\d+: ", done.stdout), f"no expectation failed: {done.stdout}"
+
+
+@pytest.mark.ci
+def test_the_sanitizer_notices_counts_without_their_lock(builds: Builds) -> None:
+    """Mutant NAIVE_COUNTS: two threads of one handle change leases and their ring at once."""
+    flags = (*THREAD.flags, "-DSHMC_MUTANT_NAIVE_COUNTS", "-Wno-unused")
+    program = builds.program(Build("mutant_threads", flags, THREAD.sanitizer, THREAD.files))
+    longer = {"ENGINE_TEST_FACTOR": "8"}  # it ends when it is caught
+    done = run([str(program), "threads_share_the_blocks_of_one_handle"], environment=longer)
+    assert (done.returncode, "data race" in done.stdout) == (66, True), done.stdout

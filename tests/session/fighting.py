@@ -19,6 +19,7 @@ from shmcache.session import block_files, disk
 from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
+from shmcache.session.prefix_options import PrefixSharing
 from shmcache.session.session import CacheSession
 from tests.session.rig import grow, tiny
 
@@ -55,7 +56,13 @@ class Trouble:
 
 
 def open_session(
-    pool: CacheResidencyPool, folder: Path, trouble: Trouble, *, device: int, host: int
+    pool: CacheResidencyPool,
+    folder: Path,
+    trouble: Trouble,
+    *,
+    device: int,
+    host: int,
+    sharing: PrefixSharing | None = None,
 ) -> CacheSession:
     """Its host copies lie in the arena, if the pool has one."""
     options = PagedCacheOptions(4, device, host, 1).with_live_disk(folder, 2000, 2)
@@ -67,6 +74,17 @@ def open_session(
         options=options,
         backend=NumpyBackend(on_copy=trouble.copy),
         memory=ArenaHostMemory.for_model(pool, model) if arena else PrivateHostMemory(20),
+        sharing=sharing,
+    )
+
+
+def shared(chance: random.Random) -> PrefixSharing:
+    """Any way to publish, also with a tight cap."""
+    return PrefixSharing(
+        checkpoint_fingerprint="the fight",
+        dtype="float16",
+        publish=chance.choice(("on_seal", "on_seal", "on_demote")),
+        leased_bytes_max=chance.choice((None, 1600)),
     )
 
 
@@ -97,14 +115,23 @@ def write_steps(session: CacheSession, chance: random.Random, steps: int) -> int
         try:
             if session.position(layer) > 100 or chance.random() < 0.1:
                 session.truncate(layer, chance.randrange(session.position(layer) + 1))
-            elif chance.random() < 0.02:
+            elif chance.random() < (0.02 if session._core.shared is None else 0.1):
                 session.clear()
+                session.match(range(chance.randrange(100)), timeout=0.01)
             else:
+                name_tokens(session)
                 grow(session, chance.randrange(1, 9), layer=layer)
             done += 1
         except CacheResidencyError:
             continue
     return done
+
+
+def name_tokens(session: CacheSession) -> None:
+    """The id of a token is its position: all sessions of a fight have the same text."""
+    sharing = session._core.shared
+    if sharing is not None:
+        session.feed(range(len(sharing.tokens), 120))
 
 
 def read_steps(session: CacheSession, chance: random.Random, steps: int) -> int:
@@ -122,12 +149,17 @@ def read_steps(session: CacheSession, chance: random.Random, steps: int) -> int:
     return done
 
 
-def fight(pool: CacheResidencyPool, folder: Path, seed: int, steps: int) -> tuple[int, int]:
-    """One process's part: a session with a writer and a reader, then an orderly end."""
+def fight(
+    pool: CacheResidencyPool, folder: Path, seed: int, steps: int, share: bool
+) -> tuple[int, int, int]:
+    """One process's part: a session with a writer and a reader, then an orderly end; steps done,
+    and tokens adopted from others.
+    """
     trouble, chance = Trouble(seed), random.Random(seed)
     restore = trouble_with_files(trouble)
     try:
-        with open_session(pool, folder, trouble, device=600, host=HOST) as session:
+        sharing = shared(chance) if share else None
+        with open_session(pool, folder, trouble, device=600, host=HOST, sharing=sharing) as session:
             read = write = 0
             for _ in range(steps):
                 write += write_steps(session, chance, 1)
@@ -139,12 +171,12 @@ def fight(pool: CacheResidencyPool, folder: Path, seed: int, steps: int) -> tupl
                         assert piece.arrays[0][0, 0, 0, 0] == piece.start + 128 * layer
                 except CacheResidencyError:
                     continue  # others hold what it would need
-            return write, read
+            return write, read, session.sharing_report().matched_tokens
     finally:
         restore()
 
 
-def enter(name: str, folder: str, seed: int, steps: int) -> list[int]:
+def enter(name: str, folder: str, seed: int, steps: int, share: bool) -> list[int]:
     """The same in a process of its own, on a named pool."""
     with CacheResidencyPool.attach(name) as pool:
-        return list(fight(pool, Path(folder), seed, steps))
+        return list(fight(pool, Path(folder), seed, steps, share))

@@ -60,13 +60,15 @@ def test_threads_of_one_session(tmp_path: Path, seed: int) -> None:
 
 
 def fight_in_processes(
-    pool_name: str, folder: Path, seed: int, *, arena: bool, workers: int, steps: int
+    pool_name: str, folder: Path, seed: int, *, memory: str, workers: int, steps: int
 ) -> None:
     """The last worker is killed in the middle; the others never notice."""
-    limits = ARENA_LIMITS if arena else LIMITS
-    arena_bytes = limits.host_bytes if arena else 0
+    limits = LIMITS if memory == "private" else ARENA_LIMITS
+    arena_bytes = 0 if memory == "private" else limits.host_bytes
+    blocks = {"blocks_max": 64} if memory == "shared" else {}
+    adopted = 0
     with (
-        CacheResidencyPool.create(pool_name, limits, arena_bytes=arena_bytes) as pool,
+        CacheResidencyPool.create(pool_name, limits, arena_bytes=arena_bytes, **blocks) as pool,
         ExitStack() as alive,
     ):
         fighters = [
@@ -75,20 +77,26 @@ def fight_in_processes(
         ]
         for number, worker in enumerate(fighters):
             worker.begin(
-                "enter(name, folder, seed, steps)",
+                "enter(name, folder, seed, steps, share)",
                 name=pool_name,
                 folder=str(folder / str(number)),
                 seed=seed + number,
+                share=memory == "shared",
                 steps=steps * (100 if number == workers - 1 else 1),
             )
         victim = fighters.pop()
         wait_until(lambda: left_in(folder / str(workers - 1)), "the victim has files")
         victim.kill()
         for worker in fighters:
-            write, read = worker.finish()
+            write, read, matched = worker.finish()
+            adopted += matched
             assert write > steps // 10
             assert read > steps // 10
         pool.sweep()
+        assert (adopted > 0) == (memory == "shared")
+        if arena_bytes:  # what was published stays, and is nobody's
+            assert pool.arena_report().private_bytes == pool.arena_report().leased_bytes == 0
+            pool.evict(arena_bytes)
         report = pool.report()
         assert axes(report) == (0, 0, 0, 0)
         assert report.managers == 0
@@ -110,16 +118,16 @@ def fight_in_processes(
         assert [list(place.iterdir()) for place in folder.iterdir()] == [[]] * workers
 
 
-@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("memory", ["private", "arena", "shared"])
 def test_processes_fight_for_one_pool(
-    pool_name: str, tmp_path: Path, seed: int, arena: bool
+    pool_name: str, tmp_path: Path, seed: int, memory: str
 ) -> None:
-    fight_in_processes(pool_name, tmp_path, seed, arena=arena, workers=3, steps=120)
+    fight_in_processes(pool_name, tmp_path, seed, memory=memory, workers=3, steps=120)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("arena", [False, True])
+@pytest.mark.parametrize("memory", ["private", "arena", "shared"])
 def test_processes_fight_for_one_pool_at_length(
-    pool_name: str, tmp_path: Path, seed: int, arena: bool
+    pool_name: str, tmp_path: Path, seed: int, memory: str
 ) -> None:
-    fight_in_processes(pool_name, tmp_path, seed, arena=arena, workers=4, steps=3000)
+    fight_in_processes(pool_name, tmp_path, seed, memory=memory, workers=4, steps=3000)

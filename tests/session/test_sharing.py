@@ -17,15 +17,23 @@ from shmcache import (
     CacheStoragePhase,
     CacheTier,
     LayerCachePolicy,
-    NumpyBackend,
+    MutableStateResidency,
+    PoolingStateComponent,
     PrefixSharing,
     SegmentError,
+    StateResidencyClass,
+    StateTensorDimension,
+    StateTensorDtype,
+    StateTensorPolicy,
+    StateTensorRole,
 )
 from shmcache.pool.values import CachePoolLimits, CachePoolUsage
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
-from tests.session.rig import FULL, Copies, content, grow, model
+from tests.session.rig import FULL, Copies, Session, backend, content, grow, model
 from tests.support import PATIENCE_S
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 BLOCK = 4
 IDS = list(range(100, 164))
@@ -36,8 +44,8 @@ TWO_FULL, MIXED = model(KEY_VALUE, KEY_VALUE), model(KEY_VALUE, KEY_VALUE, SLIDI
 
 @pytest.fixture
 def pool() -> Iterator[CacheResidencyPool]:
-    limits = CachePoolLimits(1 << 20, 1 << 20, 1 << 20, 1 << 20)
-    with CacheResidencyPool(limits, arena_bytes=1 << 18, blocks_max=256) as pool:
+    limits = CachePoolLimits(1 << 20, 8 << 20, 1 << 20, 1 << 20)
+    with CacheResidencyPool(limits, arena_bytes=8 << 20, blocks_max=256) as pool:
         yield pool
         usage = pool.report()
         assert pool.arena_report().leased_bytes == pool.arena_report().private_bytes == 0
@@ -52,15 +60,16 @@ def session(
     *,
     device: int = 4096,
     host: int = 4096,
-    backend: NumpyBackend | None = None,
+    reads_host: bool = True,
+    copies: Copies | None = None,
     **sharing: Any,
 ) -> CacheSession:
     given = {"checkpoint_fingerprint": "weights", "dtype": "float16", **sharing}
-    return CacheSession(
+    return Session(
         pool,
         model=what,
         options=PagedCacheOptions(BLOCK, device, host, 1),
-        backend=backend or NumpyBackend(reads_host=True),
+        backend=backend(copies, reads_host=reads_host),
         sharing=PrefixSharing(**given),
     )
 
@@ -121,8 +130,8 @@ def test_a_device_that_cannot_read_the_arena_gets_copies(pool: CacheResidencyPoo
     """And what it has published it demotes for free."""
     copies = Copies()
     with (
-        session(pool, backend=NumpyBackend(on_copy=copies)) as first,
-        session(pool, backend=NumpyBackend()) as second,
+        session(pool, reads_host=False, copies=copies) as first,
+        session(pool, reads_host=False) as second,
     ):
         compute(first, IDS[:8])
         started = copies.started
@@ -244,7 +253,7 @@ def test_no_room_to_publish_fails_no_append() -> None:
 def test_a_failed_copy_fails_no_append(pool: CacheResidencyPool) -> None:
     copies = Copies()
     copies.fails = lambda to, id: True
-    with session(pool, backend=NumpyBackend(on_copy=copies)) as first:
+    with session(pool, reads_host=False, copies=copies) as first:
         compute(first, IDS[:8])
         assert first.sharing_report().refused == 2
         copies.fails = lambda to, id: False
@@ -314,7 +323,9 @@ def test_a_waiter_goes_on_where_its_forerunner_stopped(pool: CacheResidencyPool)
         assert found == [8]
 
 
-def test_a_leased_prefix_outlives_its_maker_and_its_reader(pool: CacheResidencyPool) -> None:
+def test_a_leased_prefix_outlives_its_maker_and_its_reader(
+    pool: CacheResidencyPool, engine: str
+) -> None:
     """Arrays that attention keeps are safe to read whatever becomes of the session."""
     first = session(pool)
     compute(first, IDS[:8])
@@ -326,7 +337,7 @@ def test_a_leased_prefix_outlives_its_maker_and_its_reader(pool: CacheResidencyP
     second.close()
     pool.evict(1 << 20)
     assert keys[0, 0, :, 0].tolist() == [0, 1, 2, 3]
-    assert not keys.flags.writeable
+    assert engine != "numpy" or not keys.flags.writeable
     del keys, lease
     assert pool.arena_report().leased_bytes == 0
 
@@ -356,3 +367,91 @@ def test_a_blank_fingerprint_shares_nothing(pool: CacheResidencyPool) -> None:
     with pytest.raises(ValueError, match="blank"):
         session(pool, checkpoint_fingerprint=" ")
     assert pool.report().current_device_bytes == 0
+
+
+# Fixed state ------------------------------------------------------------------------------------
+
+RECURRENT = StateTensorPolicy.new(
+    StateTensorRole.Recurrent(),
+    [StateTensorDimension.Batch(), StateTensorDimension.fixed(3)],
+    StateTensorDtype.FLOAT32,
+    MutableStateResidency.LAYER_SCOPED_OFFLOADABLE,
+)
+CONVOLUTION = StateTensorPolicy.new(
+    StateTensorRole.Convolution(0),
+    [StateTensorDimension.Batch(), StateTensorDimension.fixed(2)],
+    StateTensorDtype.FLOATING,
+    MutableStateResidency.ALWAYS_DEVICE_MUTABLE,
+).optional()
+POOLED = StateTensorPolicy.new_with_residency(
+    StateTensorRole.Pooling(0, PoolingStateComponent.POOLED),
+    [StateTensorDimension.Batch(), StateTensorDimension.PrefixTokensDiv(8)],
+    StateTensorDtype.INT32,
+    StateResidencyClass.SEALABLE_PAGED,
+).when_prefix_at_least(8)
+HYBRID = model(
+    LayerCachePolicy.key_value_with_fixed_state(FULL, 1, 2, [RECURRENT, CONVOLUTION]),
+    LayerCachePolicy.fixed_only([POOLED]),
+)
+
+
+def states(position: int, *, convolution: bool = True) -> dict[int, list[Any]]:
+    """What the layers of HYBRID have after so many tokens."""
+    return {
+        0: [
+            np.full((1, 3), position, np.float32),
+            np.full((1, 2), -position, np.float16) if convolution else None,
+        ],
+        1: [np.arange(position // 8, dtype=np.int32)[None] + position],
+    }
+
+
+@pytest.mark.parametrize("convolution", [True, False])
+def test_a_prefix_is_adopted_where_its_state_was_put(
+    pool: CacheResidencyPool, convolution: bool
+) -> None:
+    with session(pool, HYBRID) as first, session(pool, HYBRID) as second:
+        compute(first, IDS[:32])
+        assert second.match(IDS) == 0  # keys and values alone are of no use
+        assert second.state() is None
+        for position in (8, 24):
+            assert first.put_state(position, states(position, convolution=convolution))
+        assert second.match(IDS) == 24
+        assert content(second) == list(range(24))
+        found = second.state()
+        assert found is not None
+        for layer, arrays in states(24, convolution=convolution).items():
+            for got, wanted in zip(found[layer], arrays, strict=True):
+                assert (got is None) == (wanted is None)
+                if wanted is not None:
+                    assert np.array_equal(got, wanted)
+                    assert np.asarray(got).dtype == wanted.dtype
+        second.clear()
+        assert second.state() is None
+        assert second.match(IDS[:23]) == 8
+        assert second.put_state(8, states(8))  # it is there already
+
+
+def test_state_that_does_not_fit_is_refused(pool: CacheResidencyPool) -> None:
+    wrong = [
+        (8, {}),
+        (8, {0: states(8)[0], 1: []}),
+        (8, {**states(8), 1: [None]}),  # required from 8 tokens on
+        (8, {**states(8), 1: [np.zeros((1, 1), np.int64)]}),
+        (16, states(8)),
+    ]
+    with session(pool, HYBRID) as first:
+        compute(first, IDS[:16])
+        for position, given in wrong:
+            with pytest.raises(CacheResidencyError.ArrayMismatch):
+                first.put_state(position, given)
+        for position in (0, 6, 20):
+            with pytest.raises(ValueError, match="state is shared after"):
+                first.put_state(position, states(position))
+    with session(pool) as second, pytest.raises(ValueError, match="no layer"):
+        second.put_state(4, {})
+    with (
+        CacheSession(pool, model=HYBRID, options=PagedCacheOptions(4, 4096, 4096, 1)) as third,
+        pytest.raises(ValueError, match="shares nothing"),
+    ):
+        third.state()

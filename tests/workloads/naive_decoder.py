@@ -24,7 +24,10 @@ def naive_logits(shape: DecoderShape, weights: Weights, tokens: list[int]) -> Do
             shared = head * shape.kv_heads // shape.heads
             theirs = slice(shared * dim, (shared + 1) * dim)
             q, k = turned(n @ query[mine].T, shape), turned(n @ key[theirs].T, shape)
-            seen.append(softmax(q @ k.T / dim**0.5, shape.windows[layer]) @ (n @ value[theirs].T))
+            seen.append(
+                softmax(q @ k.T / dim**0.5, shape.windows[layer], shape.sinks)
+                @ (n @ value[theirs].T)
+            )
         x = x + np.hstack(seen) @ w.attention_out.T
         n = norm(x, w.mlp_norm, shape.norm_eps)
         gate, up = n @ w.gate_up[: shape.mlp].T, n @ w.gate_up[shape.mlp :].T
@@ -52,11 +55,12 @@ def turned(head: Doubles, shape: DecoderShape) -> Doubles:
     return np.array(rows)
 
 
-def softmax(scores: Doubles, window: int | None) -> Doubles:
+def softmax(scores: Doubles, window: int | None, sinks: int) -> Doubles:
     """Of each row over the positions that it sees."""
     result = np.zeros_like(scores)
     for position, row in enumerate(scores):
         first = 0 if window is None else max(0, position - window + 1)
-        seen = np.exp(row[first : position + 1] - row[first : position + 1].max())
-        result[position, first : position + 1] = seen / seen.sum()
+        sees = [at for at in range(position + 1) if at >= first or at < sinks]
+        seen = np.exp(row[sees] - row[sees].max())
+        result[position, sees] = seen / seen.sum()
     return result

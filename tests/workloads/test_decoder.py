@@ -40,6 +40,10 @@ SHAPES = {
     "window of one": msgspec.structs.replace(TINY, windows=(None, 1, None, 1)),
     "one shared head": msgspec.structs.replace(TINY, kv_heads=1, windows=(None, 9, None, 9)),
     "no shared head": msgspec.structs.replace(TINY, kv_heads=4, rope_theta=100.0),
+    "window and sinks": msgspec.structs.replace(TINY, windows=(9,) * 4, sinks=3),
+    "mixed windows and many sinks": msgspec.structs.replace(
+        TINY, windows=(None, 5, 12, 5), sinks=19
+    ),
     "other widths": DecoderShape(3, 40, 6, 3, 10, 56, 258, (None, None, 7)),
 }
 LAYOUTS = [
@@ -168,15 +172,16 @@ class Gathered:
 
     def __init__(self, shape: DecoderShape, tokens_max: int, piece_tokens: int) -> None:
         size = (shape.layers, 2, shape.kv_heads, tokens_max, shape.head_dim)
-        self._windows, self._piece_tokens = shape.windows, piece_tokens
+        self._shape, self._piece_tokens = shape, piece_tokens
         self._arrays = np.full(size, np.nan, np.float32)
         self.tokens = 0
 
     def extend(self, layer: int, keys: Floats, values: Floats) -> list[Piece]:
         end, size, (k, v) = self.tokens + keys.shape[1], self._piece_tokens, self._arrays[layer]
         k[:, self.tokens : end], v[:, self.tokens : end] = keys, values
-        first = visible_start(self.tokens, self._windows[layer]) // size
-        cuts = [(at, min(at + size, end)) for at in range(first * size, end, size)]
+        seen = visible_start(self.tokens, self._shape.windows[layer])
+        cuts = [(at, min(at + size, end)) for at in range(0, end, size)]
+        cuts = [(at, to) for at, to in cuts if at < self._shape.sinks or to > seen]
         return [Piece(at, k[:, at:to], v[:, at:to]) for at, to in cuts]
 
     def advance(self, tokens: int) -> None:
