@@ -3,6 +3,8 @@
 Start at `CacheResidencyPool`; docs/architecture.md tells how the pieces fit.
 """
 
+from typing import TYPE_CHECKING
+
 from shmcache._core import (
     Block,
     CachePoolMembership,
@@ -174,6 +176,9 @@ from shmcache.telemetry import (
     ProcessSample,
 )
 
+if TYPE_CHECKING:
+    from shmcache.session.torch_backend import TorchBackend as TorchBackend
+
 __all__ = [
     "CACHE_RESIDENCY_LAYER_REPORT_LIMIT",
     "MAX_PROMPT_CACHE_SHARD_HEADER_BYTES",
@@ -324,3 +329,12 @@ __all__ = [
     "write_block_shard",
     "write_state_shard",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`TorchBackend`, which needs torch. Errors: ImportError with the command that brings it."""
+    if name == "TorchBackend":
+        from shmcache.session.torch_backend import TorchBackend
+
+        return TorchBackend
+    raise AttributeError(f"module 'shmcache' has no attribute {name!r}")

@@ -184,6 +184,11 @@ class SessionCore:
             raise CacheResidencyError.Lifecycle(error) from error
         self.changed(record)
 
+    def adopt(self, record: BlockRecord, protected_prefix: bool) -> None:
+        """`insert` for a host copy that is a lease: it adds to no sum, and is no victim."""
+        self.add(record)
+        self.lifecycle.insert(record.id, protected_prefix)
+
     def add(self, record: BlockRecord) -> None:
         """A record that the lifecycle gets next; then comes `changed`, or `drop` if it refuses.
 

@@ -22,11 +22,12 @@ import numpy as np
 
 from shmcache.policy.prefix_keys import Tokens, token_ids
 from shmcache.pool.waiting import deadline_ns
+from shmcache.session.backend import HostCopy
 from shmcache.session.core import SessionCore
-from shmcache.session.records import BlockRecord
+from shmcache.session.records import LEASED, BlockRecord, Storage
 from shmcache.session.shared_groups import NamedBlocks, TokenIds
 from shmcache.session.sharing import Sharing
-from shmcache.session.slices import Bytes
+from shmcache.session.slices import Bytes, layer_arrays
 from shmcache.states.lifecycle import MutableCacheTail
 from shmcache.states.storage import CacheBlockStorage
 
@@ -140,19 +141,16 @@ class Matching:
         """The leased blocks become host copies; every layer ends at `end`."""
         core, size = self._core, self._sharing.block_tokens
         for group, leased in zip(self._sharing.groups, found, strict=False):
+            nbytes = group.spec.logical_bytes
             for index in sorted(leased):
-                start = index * size
-                protected = core.layers.is_prefix(start + size)
-                for layer in group.layers:
-                    id = core.layers.block_id(layer, start, start + size)
-                    copy = self._sharing.copy(leased[index], layer.global_layer)
-                    record = BlockRecord(
-                        id,
-                        group.spec,
-                        CacheBlockStorage.host(id, copy),
-                        logical_bytes=copy.transfer_bytes,
-                    )
-                    core.insert(record, protected)
+                start, stop = index * size, (index + 1) * size
+                protected = core.layers.is_prefix(stop)
+                slices = layer_arrays(leased[index], len(group.layers), group.spec)
+                for layer, arrays in zip(group.layers, slices, strict=True):
+                    id = core.layers.block_id(layer, start, stop)
+                    storage: Storage = CacheBlockStorage.host(id, HostCopy(arrays, LEASED, nbytes))
+                    record = BlockRecord(id, group.spec, storage, logical_bytes=nbytes)
+                    core.adopt(record, protected)
             for layer in group.layers:
                 number = layer.global_layer
                 core.layer_specs.setdefault(number, group.spec)

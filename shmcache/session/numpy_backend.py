@@ -6,33 +6,17 @@ waits for it first: from memory to memory another thread gains nothing.
 
 from __future__ import annotations
 
-import copy
-import threading
-import traceback
-from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 
 from shmcache.bounds import bounded, instance
-from shmcache.policy.identity import CacheBlockId, CacheTier
-from shmcache.session.backend import (
-    BlockSpec,
-    DType,
-    HostAllocation,
-    HostArray,
-    HostCopy,
-)
-
-T = TypeVar("T")
+from shmcache.policy.identity import CacheBlockId
+from shmcache.session.backend import BlockSpec, DType, HostAllocation, HostArray, HostCopy
+from shmcache.session.copies import CopyingBackend
 
 _GRANULE_BYTES: Final = 64
-
-CopyHook = Callable[[CacheTier, CacheBlockId], None]
-
-
-def _unhindered(to: CacheTier, block_id: CacheBlockId) -> None:
-    """The hook of a backend that has none."""
 
 
 class PrivateHostMemory:
@@ -72,22 +56,13 @@ class PrivateHostMemory:
         return -(-nbytes // self._granule) * self._granule
 
 
-class NumpyBackend:
+class NumpyBackend(CopyingBackend[HostArray]):
     """Arrays of numpy (see the module).
 
     `on_copy(to, block_id)` is called before each copy to `CacheTier.HOST` or `CacheTier.DEVICE`, by
     the thread that carries it out and without any lock of the session: tests wait or raise in it.
     `reads_host=True` lets attention read host copies where they lie.
     """
-
-    def __init__(self, *, reads_host: bool = False, on_copy: CopyHook = _unhindered) -> None:
-        self._reads_host = reads_host
-        self._on_copy = on_copy
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether a lease of a host copy promotes nothing."""
-        return self._reads_host
 
     def describe(self, array: HostArray) -> tuple[tuple[int, ...], DType]:
         """Shape and element type of an array."""
@@ -112,74 +87,14 @@ class NumpyBackend:
         """The array, read-only."""
         return self.view(array, 0, array.shape[-2])
 
-    def copy_to_host(
-        self,
-        block_id: CacheBlockId,
-        operation_id: int,
-        arrays: tuple[HostArray, ...],
-        host: HostCopy,
-    ) -> NumpyHostCopy:
-        """Prepare the copy; `wait` carries it out."""
-
-        def copy() -> HostCopy:
-            self._on_copy(CacheTier.HOST, block_id)
-            for target, source in zip(host.arrays, arrays, strict=True):
+    def _start_to_host(
+        self, sources: Sequence[HostArray], targets: Sequence[HostArray]
+    ) -> Callable[[], None]:
+        def finish() -> None:
+            for target, source in zip(targets, sources, strict=True):
                 np.copyto(target, source, casting="no")
-            return host
 
-        return NumpyHostCopy(block_id, operation_id, copy)
+        return finish
 
-    def copy_to_device(
-        self, block_id: CacheBlockId, host: HostCopy
-    ) -> _Once[tuple[HostArray, ...]]:
-        """Prepare the copy; `wait` carries it out."""
-
-        def copy() -> tuple[HostArray, ...]:
-            self._on_copy(CacheTier.DEVICE, block_id)
-            return tuple(array.copy() for array in host.arrays)
-
-        return _Once(copy)
-
-
-class _Once(Generic[T]):
-    """A call that the first waiter makes and all get the answer of.
-
-    An exception that only ends the waiting thread (Ctrl-C) leaves the call to the next waiter.
-    An error is raised as a copy: a raised one keeps the frames that it came through, and with them
-    the arrays, as long as it is kept itself.
-    """
-
-    __slots__ = ("_answer", "_call", "_lock")
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._lock = threading.Lock()
-        self._call: Callable[[], T] | None = call
-        self._answer: T | Exception | None = None
-
-    def wait(self) -> T:
-        """The answer, or the error again."""
-        with self._lock:
-            if self._call is not None:
-                try:
-                    self._answer = self._call()
-                except Exception as error:  # noqa: BLE001 (all who wait are told)
-                    traceback.clear_frames(error.__traceback__)
-                    self._answer = error.with_traceback(None)
-                self._call = None  # and with it the source arrays
-            answer: Any = self._answer
-        if isinstance(answer, Exception):
-            raise copy.copy(answer)
-        return answer  # type: ignore[no-any-return]
-
-
-class NumpyHostCopy(_Once[HostCopy]):
-    """A copy to the host (`HostCopyOperation`)."""
-
-    __slots__ = ("block_id", "operation_id")
-
-    def __init__(
-        self, block_id: CacheBlockId, operation_id: int, call: Callable[[], HostCopy]
-    ) -> None:
-        super().__init__(call)
-        self.block_id = block_id
-        self.operation_id = operation_id
+    def _start_to_device(self, sources: Sequence[HostArray]) -> Callable[[], tuple[HostArray, ...]]:
+        return lambda: tuple(array.copy() for array in sources)

@@ -294,7 +294,7 @@ class Sharing:
         core, start = self._core, index * self.block_tokens
         end = start + self.block_tokens
         found = []
-        for layer in group.layers:
+        for layer in reversed(group.layers):  # engines seal in order: the last one is missing most
             record = core.records.get(core.layers.block_id(layer, start, end))
             if record is None or self._stale.get(layer.global_layer, end) < end:
                 return None
@@ -302,7 +302,7 @@ class Sharing:
             if storage.phase is not _P.DEVICE and storage.host_resource is None:
                 return None
             found.append(record)
-        return found
+        return found[::-1]
 
     def _named(self, id: CacheBlockId) -> tuple[SharedGroup, int] | None:
         """Which block of which group it is, if that has a key."""

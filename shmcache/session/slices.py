@@ -52,6 +52,17 @@ def slice_arrays(block: Bytes, at: int, spec: BlockSpec) -> tuple[HostArray, ...
     return tuple(arrays)
 
 
+def layer_arrays(block: Bytes, layers: int, spec: BlockSpec) -> list[tuple[HostArray, ...]]:
+    """The arrays of every slice of a block at once, by layer; they keep `block` alive."""
+    rows = block.reshape(layers, stride(spec))
+    columns, at = [], 0
+    for each in spec.arrays:
+        column = rows[:, at : at + each.nbytes].view(each.dtype)
+        columns.append(column.reshape(layers, *each.shape))
+        at += aligned(each.nbytes)
+    return list(zip(*columns, strict=True))
+
+
 def class_bytes(nbytes: int) -> int:
     """What a block of so many bytes occupies in an arena."""
     return _rounded(nbytes, _PAGE if nbytes >= _PAGE else _ALIGN)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+import shmcache
 from shmcache.policy.attention import AnyAttentionPolicy, AttentionPolicy, LayerSchedule
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.layer import AnyLayerCachePolicy, LayerCachePolicy
@@ -22,7 +23,7 @@ from shmcache.policy.topology import LayerRange, PromptCacheStateSegment, Prompt
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolLimits, CachePoolReport
 from shmcache.session import block_files, disk
-from shmcache.session.backend import HostMemory
+from shmcache.session.backend import CacheBackend, HostMemory
 from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.records import BlockFile
@@ -82,6 +83,56 @@ def content(session: CacheSession, layer: int = 0) -> list[int]:
         found += [int(value) - 128 * layer for value in keys[0, 0, :, 0]]
         assert found[-1] == piece.end - 1
     return found
+
+
+class Engine(NamedTuple):
+    """A backend, and its arrays from those of numpy."""
+
+    backend: Callable[..., CacheBackend[Any]]
+    array: Callable[[Array], Any]
+
+
+def _torch_engine() -> Engine:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    return Engine(shmcache.TorchBackend, lambda array: torch.from_numpy(array.copy()))
+
+
+def _gpu_engine() -> Engine:
+    array = _torch_engine().array
+    from tests.session.lazy_gpu import LazyGpuBackend
+
+    return Engine(LazyGpuBackend, array)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "numpy": lambda: Engine(NumpyBackend, lambda array: array),
+    "torch": _torch_engine,
+    "lazy gpu": _gpu_engine,
+}
+engine = ENGINES["numpy"]()  # the fixture of this name puts another one here
+
+
+class Session(CacheSession):
+    """Takes arrays of numpy, whatever its backend wants."""
+
+    def append(self, layer: int, *arrays: Any) -> None:
+        super().append(layer, *map(of_engine, arrays))
+
+    def put_state(self, position: int, states: Mapping[int, Sequence[Any]]) -> bool:
+        given = {layer: [*map(of_engine, arrays)] for layer, arrays in states.items()}
+        return super().put_state(position, given)
+
+
+def of_engine(array: Any) -> Any:
+    """An array of numpy as the engine under test has it; anything else as it is."""
+    return engine.array(array) if isinstance(array, np.ndarray) else array
+
+
+def backend(copies: Copies | None = None, **options: Any) -> CacheBackend[Any]:
+    """A backend of the engine under test."""
+    if copies is not None:
+        options["on_copy"] = copies
+    return engine.backend(**options)
 
 
 class Copies:
@@ -162,16 +213,11 @@ def make(
     options = PagedCacheOptions(block, device, host, recent)
     if disk is not None:
         options = options.with_live_disk(disk[0], disk[1], queue)
-    backend = (
-        NumpyBackend(reads_host=reads_host, on_copy=copies)
-        if copies
-        else NumpyBackend(reads_host=reads_host)
-    )
-    return CacheSession(
+    return Session(
         pool,
         model=what or tiny(),
         options=edit(options),
-        backend=backend,
+        backend=backend(copies, reads_host=reads_host),
         memory=memory or PrivateHostMemory(granule),
     )
 

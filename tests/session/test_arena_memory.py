@@ -17,7 +17,6 @@ from shmcache.policy.layer import LayerCachePolicy
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolLimits, CachePoolResource
 from shmcache.session.arena_memory import ArenaHostMemory
-from shmcache.session.numpy_backend import NumpyBackend
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
 from shmcache.session.slices import class_bytes, layer_groups
@@ -26,7 +25,9 @@ from tests.session.rig import (
     FULL,
     Copies,
     Files,
+    Session,
     axes,
+    backend,
     content,
     elsewhere,
     grow,
@@ -35,6 +36,8 @@ from tests.session.rig import (
     tiny,
 )
 from tests.support import wait_until
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 ARENA = 256 << 10
 BLOCK = 512  # two arrays of 16 bytes at multiples of 64, four layers
@@ -64,11 +67,11 @@ def make(
     options = PagedCacheOptions(4, device, host, 1)
     if folder is not None:
         options = options.with_live_disk(folder, 1 << 20, 4)
-    return CacheSession(
+    return Session(
         pool,
         model=what,
         options=options,
-        backend=NumpyBackend(on_copy=copies) if copies else NumpyBackend(),
+        backend=backend(copies),
         memory=ArenaHostMemory(pool, layer_groups(what)),
     )
 

@@ -39,6 +39,8 @@ from tests.session.rig import (
 )
 from tests.support import wait_until
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Phase = CacheStoragePhase
 Budget = CacheResidencyError.BudgetExceeded
 

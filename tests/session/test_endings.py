@@ -24,6 +24,8 @@ from tests.session.rig import (
 )
 from tests.support import wait_until
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 
 def test_a_session_that_is_dropped_ends(tmp_path: Path) -> None:
     with shared_pool() as pool:

@@ -24,6 +24,8 @@ from tests.session.rig import (
     tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Budget = CacheResidencyError.BudgetExceeded
 
 
@@ -100,7 +102,7 @@ def test_arrays_that_do_not_fit_are_named(arrays: tuple[object, ...], says: str)
 
 def test_only_arrays_of_layers_with_attention_are_taken() -> None:
     with make() as session:
-        with pytest.raises(TypeError, match="ndarray"):
+        with pytest.raises(TypeError, match="array must be a"):
             session.append(0, [1], [2])
         with pytest.raises(ValueError, match="layer 7"):
             session.append(7, tokens(0, 1), tokens(0, 1))

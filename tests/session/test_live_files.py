@@ -27,6 +27,8 @@ from tests.session.rig import (
 )
 from tests.support import wait_until
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Runtime = CacheResidencyError.Runtime
 
 

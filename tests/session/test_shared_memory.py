@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shmcache.policy.identity import CacheBlockId
 from shmcache.session.backend import BlockSpec, HostAllocation, HostCopy
-from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
+from shmcache.session.numpy_backend import PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
 from shmcache.states.storage import CacheStoragePhase as Phase
 from tests.session.rig import (
+    Session,
     axes,
+    backend,
     content,
     grow,
     published,
     tiny,
     tokens,
 )
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 class GroupMemory(PrivateHostMemory):
@@ -43,10 +49,10 @@ class GroupMemory(PrivateHostMemory):
 
 
 def grouped(memory: GroupMemory) -> CacheSession:
-    return CacheSession(
+    return Session(
         model=tiny(3),
         options=PagedCacheOptions(4, 1 << 10, 200, 1),
-        backend=NumpyBackend(),
+        backend=backend(),
         memory=memory,
     )
 

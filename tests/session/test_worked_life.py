@@ -10,11 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolLimits, CachePoolUsage
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.session import CacheSession
 from tests.session.rig import axes, grow, make, peaks, published
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 LIMITS = CachePoolLimits(64, 48, 128, 256)
 Row = tuple[tuple[int, int, int, int], tuple[int, int, int, int], str]
