@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from shmcache.policy.identity import CacheBlockId
+from shmcache.prompt.dtypes import DTYPES
 from shmcache.prompt.live import write_live_block
 from shmcache.prompt.shard import read_shard_into
 from shmcache.session.backend import BlockSpec, HostArray
@@ -38,7 +41,11 @@ def read_block(file: BlockFile, spec: BlockSpec, arrays: Sequence[HostArray]) ->
 
     Errors: those of `read_shard_into`: the file is not what was written, the arrays hold rubbish.
     """
-    read_shard_into(file.path, file.arrays, file.payload_sha256, _named(spec, arrays))
+    targets = _named(spec, arrays)
+    for name, stored in file.arrays.items():
+        if name not in targets:  # beside keys alone a prompt cache has a second array, of width 1
+            targets[name] = np.empty(stored.shape, DTYPES[stored.dtype].numpy)
+    read_shard_into(file.path, file.arrays, file.payload_sha256, targets)
 
 
 def _named(spec: BlockSpec, arrays: Sequence[HostArray]) -> dict[str, HostArray]:
