@@ -38,7 +38,7 @@ LAYERS = {
     "doctor": "shmcache errors bounds msgspec",
     "workloads": "shmcache errors bounds *",
     "integrations": "shmcache errors bounds *",
-    "cli": "shmcache errors bounds doctor workloads click rich",
+    "cli": "shmcache errors bounds doctor workloads integrations click rich",
 }
 
 # Contract files whose names the package must export by now.

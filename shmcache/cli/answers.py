@@ -41,7 +41,7 @@ class Answer(NamedTuple):
     """
 
     document: Mapping[str, object]
-    text: tuple[str | Table, ...]
+    text: tuple[str | Text | Table, ...]
     finding: bool = False
 
 
@@ -94,6 +94,11 @@ def emit(answer: Answer) -> None:
     with _reader_may_leave(sys.stdout):
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+def json_asked() -> bool:
+    """Whether the command line has --json."""
+    return bool(click.get_current_context().meta[_JSON])
 
 
 def table(columns: str, rows: Iterable[Iterable[object]]) -> Table:
@@ -152,7 +157,7 @@ def _show_error(error: ContractError | OSError) -> None:
 # ---- output ------------------------------------------------------------------------------------
 
 
-def _rendered(text: tuple[str | Table, ...]) -> str:
+def _rendered(text: tuple[str | Text | Table, ...]) -> str:
     """The text as it goes to stdout: colours and the terminal's width only on a terminal."""
     terminal = sys.stdout.isatty()
     console = Console(

@@ -8,6 +8,7 @@ from shmcache.cli import (
     arena,
     demo,
     doctor,
+    export,
     listing,
     plan,
     pools,
@@ -15,6 +16,7 @@ from shmcache.cli import (
     replay,
     stress,
     supervise,
+    top,
 )
 from shmcache.cli.answers import Commands
 
@@ -48,7 +50,9 @@ for _command in (
     pools.reclaim,
     pools.destroy,
     supervise.supervise,
+    top.top,
     plan.plan,
+    export.export,
     doctor.doctor,
     stress.stress,
     replay.replay,

@@ -35,6 +35,7 @@
 #define PRIOR_CHANCE     0.1
 #define DECAY_CAPACITIES 16u
 #define COMPUTE_TICKS_MIN 512u
+#define FORGET_GHOSTS     4096u /* while the lock is held: millions would take milliseconds */
 #define WORTH_ONE         1099511627776.0 /* 2^40 */
 
 /* The words of the policy region before the ghosts. */
@@ -48,6 +49,7 @@ struct learned {
     uint64_t epoch;           /* the present one */
     uint64_t compute_at;      /* clock */
     uint64_t decay_at;        /* clock */
+    uint64_t forget; /* the ghosts below are of another capacity, and still to be forgotten */
 };
 
 _Static_assert(sizeof(struct learned) <= SHMC_LEARNED_WORDS * sizeof(uint64_t), "must fit");
@@ -376,7 +378,7 @@ static void measure(const struct shmc_handle *handle, struct learned *learned)
     if (blocks <= before + before / 4 && blocks + blocks / 4 >= before)
         return;
     memset(learned, 0, sizeof *learned);
-    memset(handle->ghosts, 0, handle->header.ghosts_max * sizeof *handle->ghosts);
+    learned->forget = handle->header.ghosts_max;
     learned->capacity = blocks;
     learned->epoch = control->clock / (capacity_of(learned) / 2);
 }
@@ -387,6 +389,14 @@ static uint64_t compute_ticks(const struct learned *learned)
     return eighth > COMPUTE_TICKS_MIN ? eighth : COMPUTE_TICKS_MIN;
 }
 
+static void forget_some(const struct shmc_handle *handle, struct learned *learned)
+{
+    uint64_t end = minimum(learned->forget, handle->header.ghosts_max);
+    uint64_t count = minimum(end, FORGET_GHOSTS);
+    learned->forget = end - count;
+    memset(handle->ghosts + learned->forget, 0, count * sizeof *handle->ghosts);
+}
+
 /* Keeps the books: to be called with every tick of the clock. */
 void shmc_adaptive_tick(struct shmc_handle *handle)
 {
@@ -395,6 +405,7 @@ void shmc_adaptive_tick(struct shmc_handle *handle)
     if (learned->capacity != 0 && now % CAPACITY_MIN != 0)
         return;
     open_epochs(handle, learned);
+    forget_some(handle, learned);
     if (now >= learned->compute_at || learned->compute_at - now > compute_ticks(learned)) {
         measure(handle, learned);
         compute(handle);

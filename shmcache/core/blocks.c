@@ -160,6 +160,15 @@ static enum shmc_status find_private(struct shmc_handle *handle, const struct sh
     return SHMC_OK;
 }
 
+/* As find_private(), with the leaf lock held: this process knows the block as its own, too. */
+static enum shmc_status find_pinned(struct shmc_handle *handle, const struct shmc_request *request,
+                                    struct shmc_block **block)
+{
+    enum shmc_status status = find_private(handle, request, block);
+    SHMC_CHECK(status != SHMC_OK || handle->counts[request->lease.block] > 0);
+    return status;
+}
+
 enum shmc_status shmc_blocks_seal(struct shmc_handle *handle, struct shmc_request *request)
 {
     struct shmc_block *block;
@@ -197,7 +206,7 @@ static enum shmc_status discard(struct shmc_handle *handle, uint64_t index, uint
 enum shmc_status shmc_blocks_discard(struct shmc_handle *handle, struct shmc_request *request)
 {
     struct shmc_block *block;
-    enum shmc_status status = find_private(handle, request, &block);
+    enum shmc_status status = find_pinned(handle, request, &block);
     if (status == SHMC_OK)
         status = discard(handle, request->lease.block, handle->slot, NULL);
     if (status == SHMC_OK)
@@ -279,14 +288,14 @@ enum shmc_status shmc_blocks_publish(struct shmc_handle *handle, struct shmc_req
     struct shmc_class *class;
     struct shmc_block *block;
     uint64_t present;
-    enum shmc_status status = find_private(handle, request, &block);
+    enum shmc_status status = find_pinned(handle, request, &block);
     if (status == SHMC_OK)
         status = shmc_slab_of(handle, request->lease.block, &slab, &class);
     if (status == SHMC_OK && shmc_index_find(handle, request->key, &present) != NULL)
         return yield_to(handle, request, present);
     if (status == SHMC_OK)
         status = shmc_policy_drain_own(handle); /* the parent's use comes before its child's */
-    if (status != SHMC_OK)
+    if (status != SHMC_OK && status != SHMC_MORE)
         return status;
     uint64_t parent = find_parent(handle, request);
     struct shmc_owner *owner = &handle->owners[handle->slot];

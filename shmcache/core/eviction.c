@@ -15,8 +15,8 @@
 #include "atomics.h"
 #include "internal.h"
 
-#define DRAIN_MAX 4096u /* ring entries drained while the lock is held: some hundred microseconds */
-#define DRAINS_MAX (16 * DRAIN_MAX) /* for one request */
+#define DRAIN_MAX  512u /* ring entries drained while the lock is held: each may cost four misses */
+#define DRAINS_MAX (128 * DRAIN_MAX) /* for one request */
 #define RUN_WINDOW 4096u /* a parent used so recently is of the run that its child is stored in */
 #define USES_MAX   0xffffu
 #define WALK_MAX   64u
@@ -460,10 +460,23 @@ static enum shmc_status drain(struct shmc_handle *handle, uint32_t slot, uint32_
     return SHMC_OK;
 }
 
+/* Whether this owner has read more than is told to the policy at once. */
+bool shmc_ring_is_long(const struct shmc_handle *handle)
+{
+    if (handle->slot == SHMC_NO_SLOT || handle->arena_bytes == 0)
+        return false;
+    const struct shmc_ring *ring = shmc_ring_of(handle, handle->slot);
+    return shmc_load_relaxed(&ring->head) - shmc_load_relaxed(&ring->tail) > DRAIN_MAX;
+}
+
+/* The oldest of what this owner has read; MORE when that was not all. */
 enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle)
 {
-    uint32_t budget = SHMC_RING_ENTRIES_MAX;
-    return handle->slot == SHMC_NO_SLOT ? SHMC_OK : drain(handle, handle->slot, &budget);
+    uint32_t budget = DRAIN_MAX;
+    if (handle->slot == SHMC_NO_SLOT)
+        return SHMC_OK;
+    enum shmc_status status = drain(handle, handle->slot, &budget);
+    return status == SHMC_OK && budget == 0 ? SHMC_MORE : status;
 }
 
 /* MORE when the lock should be given to others before the rest. A request goes on after so many:

@@ -278,6 +278,7 @@ enum shmc_status shmc_policy_unpark(struct shmc_handle *handle, struct shmc_clas
 enum shmc_status shmc_policy_protect(struct shmc_handle *handle, struct shmc_class *class,
                                      uint64_t block, bool protect);
 enum shmc_status shmc_policy_drain_own(struct shmc_handle *handle);
+bool shmc_ring_is_long(const struct shmc_handle *handle); /* with or without the lock */
 enum shmc_status shmc_policy_drain_all(struct shmc_handle *handle, struct shmc_request *request);
 
 /* adaptive.c; called with the lock held */

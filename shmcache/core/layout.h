@@ -47,7 +47,7 @@
 #include <stdint.h>
 
 #define SHMC_MAGIC 0x45484341434d4853ull /* "SHMCACHE" in memory order */
-#define SHMC_VERSION 4u                  /* rises with any change of this file's meaning */
+#define SHMC_VERSION 5u                  /* rises with any change of this file's meaning */
 #define SHMC_PAGE_BYTES 4096u
 #define SHMC_AXES 4u                     /* device, host, transfer in flight, disk */
 #define SHMC_ARENA_ALIGN_BYTES (2u << 20) /* a huge page */
@@ -158,6 +158,7 @@ struct shmc_header {
     struct shmc_geometry geometry;
     uint64_t region_offset[SHMC_REGIONS]; /* bytes from the start of the segment */
     uint64_t region_bytes[SHMC_REGIONS];
+    uint64_t inode;    /* of the file it was made in: a copy of that is no pool */
     uint64_t checksum; /* FNV-1a of every byte before it */
 };
 
@@ -438,10 +439,10 @@ _Static_assert(SHMC_COUNTERS == 4, "shmc_owner.counted has room for each");
     _Static_assert(offsetof(struct type, field) == (bytes), #type "." #field " must be at " #bytes)
 
 SHMC_SIZE_IS(shmc_geometry, 104);
-SHMC_SIZE_IS(shmc_header, 544);
+SHMC_SIZE_IS(shmc_header, 552);
 SHMC_OFFSET_IS(shmc_header, geometry, 112);
 SHMC_OFFSET_IS(shmc_header, region_offset, 216);
-SHMC_OFFSET_IS(shmc_header, checksum, 536);
+SHMC_OFFSET_IS(shmc_header, checksum, 544);
 SHMC_SIZE_IS(shmc_gate, 320);
 SHMC_OFFSET_IS(shmc_gate, mutex, 0);
 SHMC_OFFSET_IS(shmc_gate, state, 64);

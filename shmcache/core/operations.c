@@ -12,6 +12,8 @@
 #include "atomics.h"
 #include "internal.h"
 
+#define DRAIN_PIECES_MAX 16u
+
 static bool needs_owner(enum shmc_operation operation)
 {
     switch (operation) {
@@ -223,11 +225,23 @@ static enum shmc_status inspect(struct shmc_handle *handle, struct shmc_request 
     return SHMC_OK;
 }
 
+/* What this owner has read is told to the policy before it stores; in pieces, for others want the
+ * lock. When it is taken, the store itself tells a piece. */
+static void drain_first(struct shmc_handle *handle)
+{
+    struct shmc_request request = {.operation = SHMC_OP_DRAIN};
+    for (uint32_t pieces = 0; pieces < DRAIN_PIECES_MAX; pieces++)
+        if (!shmc_ring_is_long(handle) || shmc_perform(handle, &request, 0) != SHMC_MORE)
+            return;
+}
+
 enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *request,
                               uint64_t wait_ns)
 {
     if (!shmc_is_mine(handle))
         return SHMC_FORKED;
+    if (request->operation == SHMC_OP_PUBLISH)
+        drain_first(handle);
     /* An ended pool says so at once, though a stopped process or a damaged mutex bar the lock. */
     bool in_any_state = works_in_any_state(request->operation);
     enum shmc_status status = in_any_state ? SHMC_OK : shmc_ended(handle);

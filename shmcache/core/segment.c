@@ -225,6 +225,7 @@ enum shmc_status shmc_format(int fd, const struct shmc_geometry *geometry,
                              struct shmc_refusal *refusal)
 {
     struct shmc_host_identity host;
+    struct shmc_file_facts facts;
     struct shmc_header header = {
         .magic = SHMC_MAGIC,
         .version = SHMC_VERSION,
@@ -237,8 +238,9 @@ enum shmc_status shmc_format(int fd, const struct shmc_geometry *geometry,
         return refuse(refusal, SHMC_CHECK_GEOMETRY, 0, 0);
     if (!shmc_robust_mutex_works())
         return errno == 0 ? refuse(refusal, SHMC_CHECK_ROBUST_MUTEX, 1, 0) : SHMC_SYSTEM;
-    if (!shmc_os_host_identity(&host))
+    if (!shmc_os_host_identity(&host) || !shmc_os_file_facts(fd, &facts))
         return SHMC_SYSTEM;
+    header.inode = facts.inode;
     memcpy(header.boot_id, host.boot_id, sizeof header.boot_id);
     header.pid_namespace = host.pid_namespace;
     header.time_namespace = host.time_namespace;
@@ -337,6 +339,10 @@ static enum shmc_status read_header(int fd, struct shmc_handle *handle,
         status = check_file(&facts, &handle->header, &host, refusal);
     if (status == SHMC_OK)
         status = check_host(&handle->header, &host, refusal);
+    /* The owners in a copy are those of the original, and do not map it: a sweep would take them
+     * for dead, and delete their files. */
+    if (status == SHMC_OK && facts.inode != handle->header.inode)
+        status = refuse(refusal, SHMC_CHECK_INODE, handle->header.inode, facts.inode);
     return status;
 }
 

@@ -86,6 +86,7 @@ bool shmc_status_retry(enum shmc_status status);
     X(BOOT_ID)                                                                                     \
     X(PID_NAMESPACE)                                                                               \
     X(TIME_NAMESPACE)                                                                              \
+    X(INODE)                                                                                       \
     X(ROBUST_MUTEX)
 
 enum shmc_check_name {

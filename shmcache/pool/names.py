@@ -42,7 +42,7 @@ _LOCK_RETRY_SECONDS = 0.002
 
 # Checks that no process of this host and release will ever pass.
 _HOPELESS = frozenset(
-    "size magic version abi checksum geometry boot_id pid_namespace time_namespace".split()
+    "size magic version abi checksum geometry boot_id pid_namespace time_namespace inode".split()
 )
 
 _log = logging.getLogger("shmcache")

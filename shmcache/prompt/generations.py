@@ -50,7 +50,7 @@ class PromptCacheGenerationKind(Enum):
 
     ACTIVE = "active"
     REPLACED = "replaced"  # or never activated
-    STAGING = "staging"  # unfinished: a publisher's, or a killed one's
+    STAGING = "staging"  # unfinished: a publisher's, or a killed one's; of two phases, the latter's
     PRUNED = "pruned"  # half deleted by a killed prune
 
 
@@ -202,11 +202,27 @@ def _directories(root: Path) -> Iterator[tuple[Path, PromptCacheGenerationKind]]
             yield generations / name, _K.PRUNED
         elif name.startswith("generation-"):
             yield generations / name, _K.REPLACED
-    # What killed publishers of a new cache left beside it.
-    hidden = re.compile(rf"\.{re.escape(root.name)}\.tmp-\d+")
+    # What killed publishers left beside it: of a new cache, of a reversible publication, of both.
+    hidden = rf"\.{re.escape(root.name)}"
+    unfinished = re.compile(rf"{hidden}\.tmp-\d+")
+    transaction = re.compile(
+        rf"\.?{hidden}\.transaction-p([0-9a-f]{{8}})-[0-9a-f]{{32}}(\.tmp-\d+)?"
+    )
     for name in _names(root.parent):
-        if hidden.fullmatch(name):
+        found = transaction.fullmatch(name)
+        if unfinished.fullmatch(name) or (found and not _runs(int(found[1], 16))):
             yield root.parent / name, _K.STAGING
+
+
+def _runs(pid: int) -> bool:
+    """Whether there may be such a process; one more reason to spare what carries its number."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        return True
+    return pid > 0
 
 
 def _names(directory: Path) -> list[str]:

@@ -22,9 +22,10 @@ import errno
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Protocol, Self
 
 import msgspec
 
@@ -116,7 +117,11 @@ class PromptCachePublication(StagingOwner):
             self.close()
             raise
         self._finish()
-        self._hold.close()
+        keeper = _keepers.get(self._plan.destination)
+        if keeper is None:
+            self._hold.close()
+        else:
+            keeper.keep(self._hold)
 
     def _stage_manifest(self, manifest: PromptCacheManifest) -> None:
         try:
@@ -188,6 +193,21 @@ class _Plan:
 
 
 # Steps that a reversible publication takes too ----------------------------------------------------
+
+
+class Keeper(Protocol):
+    """Goes on holding what is published at a destination that nobody reads yet."""
+
+    def keep(self, hold: DirectoryHold) -> None:
+        """Once that it is there."""
+
+
+_keepers: weakref.WeakValueDictionary[Path, Keeper] = weakref.WeakValueDictionary()
+
+
+def keep_held(destination: Path, keeper: Keeper) -> None:
+    """Hand the hold of what this process publishes there to the keeper, as long as that lives."""
+    _keepers[destination] = keeper
 
 
 def checked_destination(destination: StrPath, replace_existing: bool) -> tuple[Path, list[Path]]:

@@ -146,6 +146,14 @@ class PromptCacheReader:
             header = _checked_header(shard, path, entry)
             return read_payload(shard, path, header, entry.payload_sha256, into)
 
+    def header(self, entry: PromptCacheEntry) -> tuple[Path, ShardHeader]:
+        """Where an entry's file is, and its checked header, for who reads the payload later.
+
+        Errors: as in `open` for the shard.
+        """
+        with open_beneath(self._path, self._descriptor, entry.shard) as (shard, path):
+            return path, _checked_header(shard, path, entry)
+
     def verify(self, entry: PromptCacheEntry) -> None:
         """Compare the hash of an entry's payload, without keeping it.
 

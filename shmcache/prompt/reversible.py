@@ -10,8 +10,9 @@ rolls back.
 
 Concurrency: between `publish` and the end both generations are held against `prune`.
 
-Death: killed before `publish`, the transaction directory stays, to be removed by hand; after it,
-the new content stays published.
+Death: killed before `publish`, the transaction directory stays; after it, what is left of that, and
+the new content stays published. A `prune` of the destination removes such directories: it finds
+that nobody holds them, as the publication did, and that the process in their name has ended.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from shmcache.prompt.paths import (
 )
 from shmcache.prompt.publication import (
     checked_destination,
+    keep_held,
     make_generations,
     noted_as_visible,
     switch_pointer,
@@ -68,7 +70,9 @@ class ReversiblePromptCachePublication(StagingOwner):
         path, _ = checked_destination(destination, replace_existing)
         nonce = time.time_ns() ^ next(_begun)
         name = f".{path.name}.transaction-p{os.getpid():08x}-{nonce:032x}"
-        return cls(_Transaction(path, path.with_name(name), replace_existing))
+        transaction = _Transaction(path, path.with_name(name), replace_existing)
+        keep_held(transaction.directory, transaction)
+        return cls(transaction)
 
     @property
     def transaction_directory(self) -> Path:
@@ -123,6 +127,11 @@ class _Transaction:
         self._previous: str | None = None
         self._moved = False  # a generation into an existing destination, else the whole directory
         self._holds: list[DirectoryHold] = []
+        self._kept: list[DirectoryHold] = []  # from the inner publication's commit to the end
+
+    def keep(self, hold: DirectoryHold) -> None:
+        """The transaction directory is there: nobody may prune it."""
+        self._kept.append(hold)
 
     def require(self, operation: str, *states: str) -> None:
         """Errors: `PromptCachePersistenceError.InvalidReversiblePublication`."""
@@ -221,6 +230,8 @@ class _Transaction:
             remove_generation(self.destination, self._generation)
 
     def _remove_directory(self) -> None:
+        while self._kept:
+            self._kept.pop().close()
         generation = self.directory / PROMPT_CACHE_GENERATIONS_DIRECTORY / self._generation
         with alone(generation) as descriptor:
             if descriptor is not None or not os.path.lexists(generation):

@@ -19,6 +19,7 @@ Cost: no copy of the payload; both ways are as fast as the hash lets them (docs/
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -102,6 +103,37 @@ def read_shard(
         return read_payload(descriptor, target, header, payload_sha256, into)
 
 
+def read_shard_into(
+    path: StrPath,
+    arrays: Mapping[str, ShardArray],
+    payload_sha256: str,
+    targets: Mapping[str, Array],
+) -> None:
+    """Fill arrays that lie anywhere in memory: those of the shard, by name.
+
+    Errors: as `read_shard`; `MalformedShard` `offsets` for arrays that do not follow each other;
+    ValueError for other names, and for a target that is not contiguous, or has another size or
+    element type. After any of them the content of the targets means nothing.
+    """
+    target = Path(path)
+    kept = dict(sorted(arrays.items(), key=lambda item: item[1].begin))
+    if targets.keys() != kept.keys():
+        raise ValueError(f"the arrays are {list(kept)}, not {list(targets)}")
+    pieces = [_memory_for(array, targets[name]) for name, array in kept.items()]
+    with open_shard(target) as descriptor:
+        header = read_shard_header(descriptor, target)
+        if header.arrays != kept:
+            raise PromptCachePersistenceError.MalformedShard(target, "array_mismatch")
+        end = 0
+        for array in kept.values():
+            if array.begin != end:
+                raise PromptCachePersistenceError.MalformedShard(target, "offsets")
+            end = array.end
+        if end != header.file_bytes - header.payload_start:
+            raise PromptCachePersistenceError.MalformedShard(target, "file_boundary")
+        _read_hashed(descriptor, target, header, payload_sha256, pieces)
+
+
 def finalize_prompt_cache_shard(path: StrPath) -> str:
     """Make a written shard durable; the hash of its payload.
 
@@ -150,9 +182,17 @@ def read_payload(
     if max(ends, default=0) != size:
         raise PromptCachePersistenceError.MalformedShard(path, "file_boundary")
     buffer = _buffer(into, size)
+    _read_hashed(descriptor, path, header, payload_sha256, [buffer])
+    return {name: view(buffer, array) for name, array in header.arrays.items()}
+
+
+def _read_hashed(
+    descriptor: int, path: Path, header: ShardHeader, payload_sha256: str, pieces: list[memoryview]
+) -> None:
+    """Fill the pieces, one behind the other, from the whole payload."""
     digest = hashlib.sha256()
     position = header.payload_start
-    for chunk in _chunks(buffer):
+    for chunk in itertools.chain.from_iterable(map(_chunks, pieces)):
         rest = chunk
         while rest:
             with step("read_payload", path):
@@ -164,7 +204,19 @@ def read_payload(
         digest.update(chunk)
     if digest.hexdigest() != payload_sha256:
         raise PromptCachePersistenceError.MalformedShard(path, "payload_digest")
-    return {name: view(buffer, array) for name, array in header.arrays.items()}
+
+
+def _memory_for(array: ShardArray, target: Array) -> memoryview:
+    """The memory of a target, which may have another shape."""
+    fits = (
+        target.flags.c_contiguous
+        and target.flags.writeable
+        and target.dtype == DTYPES[array.dtype].numpy
+        and target.nbytes == array.end - array.begin
+    )
+    if not fits:
+        raise ValueError(f"a contiguous {array.dtype} array of {array.shape} is needed")
+    return target.reshape(-1).view(np.uint8).data
 
 
 def view(buffer: memoryview, array: ShardArray) -> Array:

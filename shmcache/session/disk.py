@@ -125,7 +125,7 @@ class _Read(_Task):
         """Read and compare."""
         host, self.host = self.host, None
         assert host is not None
-        read_block(self.file, host.arrays)
+        read_block(self.file, self.spec, host.arrays)
         return host
 
 

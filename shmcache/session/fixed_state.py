@@ -75,6 +75,11 @@ class SharedStates(NamedBlocks):
         """The state after the last block."""
         return range(max(first, blocks - 1), blocks)
 
+    @property
+    def tensors(self) -> Sequence[_Tensor]:
+        """All tensors, in the order of the model's layers."""
+        return self._tensors
+
     def bytes_of(self, index: int) -> int:
         """Bytes of the state after that block."""
         return self._offsets((index + 1) * self._size)[-1]

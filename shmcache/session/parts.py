@@ -9,6 +9,7 @@ from shmcache.errors import CacheResidencyError
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
 from shmcache.pool.pool import CacheResidencyPool
+from shmcache.prompt.reading import PromptCacheReader
 from shmcache.session.backend import CacheBackend, HostCopyOperation, HostMemory
 from shmcache.session.balance import Balance
 from shmcache.session.core import SessionCore
@@ -19,9 +20,12 @@ from shmcache.session.generations import Generations, Retiring
 from shmcache.session.matching import Matching
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.prefix_options import PrefixSharing
+from shmcache.session.prompt_loading import PromptLoading
+from shmcache.session.prompt_saving import PromptSaving
 from shmcache.session.reading import Reader
 from shmcache.session.records import BlockFile
 from shmcache.session.scans import Scans
+from shmcache.session.shared_groups import TokenIds
 from shmcache.session.sharing import Sharing
 from shmcache.session.shrinking import Shrinking
 from shmcache.session.tails import Tails
@@ -65,8 +69,21 @@ class SessionParts:
             self.matching = Matching(core, self.sharing)
             self.fixed_state = FixedState(core, self.sharing)
         self.moves = Moves(core, self.demotions, self.disk)
+        self.saving = PromptSaving(core, self.sharing, model)
         self._own = own
+        self._cache: PromptCacheReader | None = None
         self._handles = 0
+
+    def load(self, cache: PromptCacheReader, tokens: TokenIds, timeout: float | None) -> None:
+        """Begin with a prompt cache, which is kept open while blocks rest on its files.
+
+        Errors: those of `PromptLoading.load`; the cache is then the caller's to close.
+        """
+        loading = PromptLoading(self.core, self.tails, self.sharing, cache, timeout)
+        if loading.load(tokens):
+            self._cache = cache
+        else:
+            cache.close()
 
     def add_handle(self) -> None:
         """One more user; of a session that is not closed."""
@@ -121,6 +138,8 @@ class SessionParts:
         if self.sharing is not None:
             self.sharing.clear()
         self.disk.close_directory(wait=wait)
+        if self._cache is not None:
+            self._cache.close()
         self.core.end()
         if self._own is not None:
             self._own.close()

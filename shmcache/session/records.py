@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from shmcache.io import CacheIoTicket
 from shmcache.policy.identity import CacheBlockId
+from shmcache.prompt.header import ShardArray
 from shmcache.session.backend import BlockSpec, HostAllocation, HostCopy, HostCopyOperation
 from shmcache.states.lifecycle import MutableCacheTail
 from shmcache.states.storage import CacheBlockStorage, CacheIoOperationKey
 
 
-class ArrayPlace(NamedTuple):
-    """Where one array lies in the payload of a file."""
-
-    start: int
-    stop: int
-
-
 class BlockFile(NamedTuple):
-    """A block as a file, and what every byte of it must be.
+    """A block as a file, and what every byte of it must be: a `StoredShard`, and whose it is.
 
-    Units: `payload_start` is the size of the header; `places` count from there, ascending.
     Contract: a persistent file belongs to a prompt cache: it is not charged and not deleted.
     """
 
     path: Path
-    payload_start: int
-    places: tuple[ArrayPlace, ...]
-    file_bytes: int
-    sha256: bytes
+    arrays: Mapping[str, ShardArray]
+    payload_bytes: int
+    payload_sha256: str
     persistent: bool = False
 
 

@@ -24,10 +24,16 @@ from typing import Any, NoReturn, Self, SupportsIndex
 
 from shmcache.bounds import i64, instance, u64, usize
 from shmcache.policy.identity import CacheBlockId, CacheTier
-from shmcache.policy.prefix_keys import Tokens
-from shmcache.policy.prompt_identity import PromptCacheModelIdentity
+from shmcache.policy.manifest import PromptCacheManifest
+from shmcache.policy.prefix_keys import Tokens, token_ids
+from shmcache.policy.prompt_identity import (
+    PromptCacheDescriptor,
+    PromptCacheModelIdentity,
+    PromptCacheOptions,
+)
 from shmcache.pool.pool import CacheResidencyPool
 from shmcache.pool.values import CachePoolUsage
+from shmcache.prompt.files import StrPath
 from shmcache.session.arena_memory import ArenaHostMemory
 from shmcache.session.backend import BlockSpec, CacheBackend, HostMemory
 from shmcache.session.fixed_state import FixedState
@@ -36,6 +42,7 @@ from shmcache.session.numpy_backend import NumpyBackend, PrivateHostMemory
 from shmcache.session.options import PagedCacheOptions
 from shmcache.session.parts import SessionParts
 from shmcache.session.prefix_options import PrefixSharing
+from shmcache.session.prompt_loading import open_prompt_cache
 from shmcache.session.reading import CacheBlockLease
 from shmcache.session.records import BlockFile
 from shmcache.session.scans import CachePiece
@@ -219,6 +226,83 @@ class CacheSession:
         sharing = self._parts.sharing
         with self._core.lock:
             return CacheSharingReport() if sharing is None else sharing.report()
+
+    # Prompt caches --------------------------------------------------------------------------------
+
+    def save_prompt_cache(
+        self,
+        destination: StrPath,
+        *,
+        tokens: Tokens,
+        descriptor: PromptCacheDescriptor,
+        options: PromptCacheOptions | None = None,
+    ) -> PromptCacheManifest:
+        """Publish the session's prefix as a prompt cache; what was published.
+
+        Contract: `tokens` are the ids from position 0 on. As many of them are saved as all layers
+        have, whatever block or tail they are in; of a model with fixed state, those up to the state
+        that is in the pool and was put last. One block at a time is in memory, charged as a
+        transfer; the files are nobody's charge. After an error the destination is as it was.
+
+        Errors: PromptCacheError when the descriptor is another model's, or what the session has is
+        no whole prefix; InvalidTokenRange when a window has left a gap behind the protected prefix;
+        ValueError for other tokens than the session knows; PromptCachePersistenceError; Pool,
+        Runtime.
+        """
+        with self._ordered():
+            ids, sharing = token_ids(tokens), self._parts.sharing
+            if sharing is not None:
+                sharing.check_known(ids)
+            options = options or PromptCacheOptions()
+            return self._parts.saving.save(destination, ids, descriptor, options)
+
+    @classmethod
+    def load_prompt_cache(
+        cls,
+        destination: StrPath,
+        pool: CacheResidencyPool | None = None,
+        *,
+        tokens: Tokens,
+        descriptor: PromptCacheDescriptor,
+        model: PromptCacheModelIdentity,
+        options: PagedCacheOptions,
+        backend: CacheBackend[Any] | None = None,
+        memory: HostMemory | None = None,
+        sharing: PrefixSharing | None = None,
+        session_id: int | None = None,
+        timeout: float | None = 60,
+    ) -> Self:
+        """A session that begins with a prompt cache of exactly these tokens.
+
+        Contract: with `sharing`, whole blocks lie in the arena, read by one worker and leased by
+        all; a block that another worker reads just now is waited for up to `timeout` seconds.
+        Otherwise blocks are read when they are leased. No byte is used before its hash agreed.
+
+        Errors: PromptCacheError when it is another model's, checkpoint's or prefix's, or its blocks
+        are others; PromptCachePersistenceError when it is damaged; those of a new session and of
+        `append`.
+        """
+        ids = token_ids(tokens)
+        cache = open_prompt_cache(destination, ids, descriptor, model, options, sharing)
+        try:
+            session = cls(
+                pool,
+                model=model,
+                options=options,
+                backend=backend,
+                memory=memory,
+                sharing=sharing,
+                session_id=session_id,
+            )
+            try:
+                session._parts.load(cache, ids, timeout)
+            except BaseException:
+                session.close()
+                raise
+        except BaseException:
+            cache.close()
+            raise
+        return session
 
     # Reading --------------------------------------------------------------------------------------
 

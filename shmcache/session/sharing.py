@@ -117,6 +117,12 @@ class Sharing:
         """These ids follow the known ones. Errors: TypeError, ValueError; nothing has changed."""
         self.know(np.concatenate((self.tokens, token_ids(tokens))))
 
+    def check_known(self, tokens: TokenIds) -> None:
+        """Errors: ValueError unless these and the known ids agree as far as both go."""
+        both = min(len(tokens), len(self.tokens))
+        if not np.array_equal(tokens[:both], self.tokens[:both]):
+            raise ValueError("these are not the tokens that the session knows")
+
     def know(self, tokens: TokenIds) -> None:
         """These are the ids from position 0 on; they continue the known ones."""
         for row in self.rows:
@@ -351,6 +357,10 @@ class Sharing:
         row.live[index] = block
         return block
 
+    def group_of(self, layer: int) -> SharedGroup:
+        """The group that a layer's slices are in."""
+        return self._places[layer].group
+
     def copy(self, block: Bytes, layer: int) -> HostCopy:
         """A layer's slice of a leased block."""
         group, number = self._places[layer]
@@ -389,7 +399,7 @@ class Sharing:
         self.release_claim()
         if self.options.publish != "on_seal":
             return False
-        answer = self._ask(keys[index], timeout)
+        answer = self.ask(keys[index], timeout)
         if isinstance(answer, Claim):
             self._claim, self._claimed = answer, keys
         return isinstance(answer, Lease)
@@ -404,10 +414,11 @@ class Sharing:
         """Who waits for a block goes on to wait for the next one, so that is claimed before."""
         if group is not self.last_group or self._claim is None or index + 1 >= len(self._claimed):
             return None
-        answer = self._ask(self._claimed[index + 1], 0)
+        answer = self.ask(self._claimed[index + 1], 0)
         return answer if isinstance(answer, Claim) else None
 
-    def _ask(self, key: bytes, timeout: float | None) -> Lease | Claim | None:
+    def ask(self, key: bytes, timeout: float | None) -> Lease | Claim | None:
+        """A lease, or the claim to make the block, or None while somebody else does."""
         try:
             return self._core.pool.claim(key, timeout=timeout)
         except SegmentError.TableFull:

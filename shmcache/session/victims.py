@@ -80,7 +80,11 @@ class _Shelf:
 
     def add(self, id: CacheBlockId) -> None:
         key = self._keys[id] = id.sort_key()
-        insort(self._layers.setdefault(id.global_layer, []), (id.start, key))
+        places, place = self._layers.setdefault(id.global_layer, []), (id.start, key)
+        if not places or places[-1] < place:  # growth comes in order
+            places.append(place)
+        else:
+            insort(places, place)
         self.push(id)
 
     def remove(self, id: CacheBlockId) -> None:

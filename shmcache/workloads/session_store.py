@@ -10,7 +10,8 @@ Why         An engine does with its cache what this file does: adopt a prefix, a
 Contract    The pieces are those of a `BlockStore` with blocks of the same size, so the logits have
             the same bits, wherever the session keeps its blocks. After a step that raised, and
             after `truncate`, the rest of a block is a tail again, as if nothing had come after it:
-            the session would leave a shorter block there, which is another split.
+            the session would leave a shorter block there, which is another split. A step is done
+            again with the same tokens: what it had sealed before it raised is published already.
             Only blocks whose ids were named by `match` are shared. Generated tokens are not named:
             what one-token steps compute has other bits than a step of `prefill`, so the bytes under
             a key would depend on who came first.

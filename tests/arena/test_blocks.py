@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import ml_dtypes
@@ -191,6 +194,40 @@ def test_torch_reads_without_a_copy(pool: sc.CacheResidencyPool) -> None:
     assert half.shape == (32,)
     with pytest.raises(BufferError):
         lease.release()
+
+
+JAX_READS = """
+import jax, ml_dtypes, shmcache as sc
+limits = sc.CachePoolLimits(1 << 20, 1 << 20, 1 << 20, 0)
+with sc.CacheResidencyPool(limits, arena_bytes=1 << 18) as pool:
+    block = pool.allocate(64)
+    block.memoryview()[:] = bytes(range(64))
+    block.publish(bytes(32))
+    lease = pool.lookup(bytes(32))
+    view = lease.array(ml_dtypes.bfloat16, 32)
+    array = jax.device_put(view, jax.devices("cpu")[0])
+    assert array.unsafe_buffer_pointer() == view.ctypes.data
+    assert array.dtype == view.dtype
+    del view
+    for refused in (lease.release, lambda: jax.dlpack.from_dlpack(lease)):
+        try:
+            refused()
+        except BufferError:
+            continue
+        raise AssertionError("it was not refused")
+    del array
+"""
+
+
+def test_jax_reads_without_a_copy() -> None:
+    """By `device_put` of a view: it takes no DLPack capsule of memory that is read-only.
+
+    In a process of its own: jax starts threads, and other tests of this file fork.
+    """
+    if importlib.util.find_spec("jax") is None:
+        pytest.skip("jax is not installed")
+    done = subprocess.run([sys.executable, "-c", JAX_READS], capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_nobody_writes_through_a_lease(pool: sc.CacheResidencyPool) -> None:

@@ -81,7 +81,7 @@ def test_the_keys_of_every_answer_are_listed(pool_name: str) -> None:
     demo = [key for each in DemoReport.__struct_fields__ for key in (each, *inside.get(each, ()))]
     assert [*demo, "fallback", "ok"] == KEYS["demo"]
     assert KEYS["supervise"] == ["event", "detail", "owners", *keys(found["reclaim"])[4:]]
-    # Of prompt caches, docs/persistence.md tells.
+    # Those of export are in tests/integrations. Of prompt caches, docs/persistence.md tells.
     assert set(KEYS) == {*main.commands, None} - {"prompt"}
 
 

@@ -216,6 +216,21 @@ TEST(another_host_is_refused)
     EXPECT_REFUSAL(TIME_NAMESPACE, fd);
 }
 
+TEST(a_copy_is_refused_and_a_new_name_is_not)
+{
+    int fd = plain_segment();
+    struct shmc_header header = header_of(fd);
+    struct shmc_refusal refusal;
+    int copy = new_file(header.total_bytes, 0600);
+    uint8_t *bytes = malloc(header.total_bytes);
+    EXPECT(bytes != NULL);
+    EXPECT(pread(fd, bytes, header.total_bytes, 0) == (ssize_t)header.total_bytes);
+    EXPECT(pwrite(copy, bytes, header.total_bytes, 0) == (ssize_t)header.total_bytes);
+    free(bytes);
+    EXPECT_REFUSAL(INODE, copy);
+    MUST(open_and_close(fd, &refusal));
+}
+
 TEST(another_boot_is_refused_by_either_word)
 {
     int fd = plain_segment();

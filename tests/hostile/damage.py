@@ -23,7 +23,7 @@ import shmcache as sc
 from shmcache import _core
 from shmcache.pool.names import segment_path
 
-_HEADER_BYTES = 544
+_HEADER_BYTES = 552
 _MUTATION_SECONDS = 20
 _WORD_MAX = (1 << 64) - 1
 

@@ -137,15 +137,31 @@ def test_a_truncated_file_is_refused(pool_name: str, size_bytes: int) -> None:
     assert refusal.value.check == "size"
 
 
+def test_a_copy_is_no_pool(pool_name: str) -> None:
+    """Its owners do not map it, and a sweep would take them for dead; a new name harms nobody."""
+    copy, moved = segment_path(f"{pool_name}.copy"), segment_path(f"{pool_name}.moved")
+    with sc.CacheResidencyPool.create(pool_name, LIMITS, **SIZES) as pool:
+        copy.write_bytes(segment_path(pool_name).read_bytes())
+        copy.chmod(0o600)
+        with pytest.raises(sc.SegmentError.Refused) as refusal:
+            sc.CacheResidencyPool.attach(f"{pool_name}.copy")
+        assert refusal.value.check == "inode"
+        sc.CacheResidencyPool.create(f"{pool_name}.copy", LIMITS, **SIZES).close()
+        segment_path(pool_name).rename(moved)
+        with sc.CacheResidencyPool.attach(f"{pool_name}.moved") as same:
+            assert same == pool
+            assert len(same.owners()) == 2
+
+
 def test_a_huge_claim_allocates_nothing(pool_name: str) -> None:
     """A header that claims 64 TiB is judged by the file's size before anything is mapped."""
     path = segment_path(pool_name)
     sc.CacheResidencyPool.create(pool_name, LIMITS, **SIZES).close()
-    header = bytearray(path.read_bytes()[:544])
+    header = bytearray(path.read_bytes()[:552])
     struct.pack_into("=Q", header, 112 + 32, 1 << 46)  # arena_bytes
     struct.pack_into("=Q", header, 112 + 40, 1 << 20)  # blocks_max
     struct.pack_into("=Q", header, 112 + 48, 1 << 20)  # block_bytes_max
-    struct.pack_into("=Q", header, 536, fnv1a(bytes(header[:536])))
+    struct.pack_into("=Q", header, 544, fnv1a(bytes(header[:544])))
     with path.open("r+b") as file:
         file.write(header)
     with pytest.raises(sc.SegmentError.Refused) as refusal:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-HEADER_BYTES = 544
-CHECKSUM = 536
+HEADER_BYTES = 552
+CHECKSUM = 544
 REGION_OFFSETS = 216
 GATE, REDO, CONTROL, OWNERS = 1, 2, 3, 4
 STATE, WAITERS = 64, 192  # in the gate

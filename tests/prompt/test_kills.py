@@ -83,6 +83,33 @@ def murder_live(folder):
             return kinds
         nth += 1
 
+def murder_reversible(cache, old):
+    'As murder, of one who publishes in two phases; how often which leftovers were collected.'
+    found, left, nth = {}, {}, 0
+    while True:
+        restore(cache, old)
+        def work():
+            with ReversiblePromptCachePublication.begin(cache, bool(old)) as publication:
+                publish(publication.transaction_directory, named("new"))
+                publication.publish()
+                publication.commit()
+        killed = tracing.killed_before(nth, work)
+        after = content(cache)
+        assert after in ((old, "new") if killed else ("new",)), (nth, after)
+        found[after] = found.get(after, 0) + 1
+        parent = os.path.dirname(cache)
+        for name in set(os.listdir(parent)) - {os.path.basename(cache)}:
+            kind = ("staging" if ".tmp-" in name else "transaction")
+            left[kind] = left.get(kind, 0) + 1
+        prune_prompt_cache(cache)
+        assert content(cache) == after
+        assert os.listdir(parent) in ([], [os.path.basename(cache)]), (nth, os.listdir(parent))
+        if after:
+            assert len(os.listdir(os.path.join(cache, ".generations"))) == 1, nth
+        if not killed:
+            return nth, found, left
+        nth += 1
+
 def murder_two(cache):
     'Kill those who publish twice and prune; how often.'
     def work():
@@ -159,3 +186,16 @@ def test_a_live_block_is_killed_before_every_call(memory_path: Path, murderer: W
     """8: nothing, the staging, both names of one file, or the block: never half of one."""
     kinds = murderer.call("murder_live(folder)", folder=str(memory_path))
     assert set(kinds) == {"", "s", "sd", "d"}
+
+
+@pytest.mark.parametrize("old", [None, "old"], ids=["new", "replacement"])
+def test_a_publication_in_two_phases_is_killed_before_every_call(
+    memory_path: Path, murderer: Worker, old: str | None
+) -> None:
+    cache = memory_path / "parent/cache"
+    cache.parent.mkdir()
+    calls, found, left = murderer.call("murder_reversible(cache, old)", cache=str(cache), old=old)
+    assert calls >= 50
+    assert set(found) == {old or "null", "new"}
+    assert set(left) == {"staging", "transaction"}
+    assert min(left.values()) >= 2

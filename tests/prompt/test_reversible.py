@@ -18,8 +18,10 @@ from shmcache import (
     inspect_prompt_cache,
     prune_prompt_cache,
 )
+from shmcache.prompt import generations
 from tests.policy.samples import minimal
 from tests.prompt.caches import expected_arrays, named, publish, read_all, tree
+from tests.support import Worker
 
 Error = PromptCachePersistenceError
 begin = ReversiblePromptCachePublication.begin
@@ -273,4 +275,50 @@ def test_10_a_name_of_another_shape_is_restored(cache: Path) -> None:
     publication.publish()
     publication.rollback()
     assert (cache / "CURRENT").read_text() == "x1\n"
+    assert label(cache) == "old"
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_prune_spares_the_transaction_of_the_living(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, existing: bool, runs: bool
+) -> None:
+    """Held from the inner commit on: also where its process cannot be seen."""
+    monkeypatch.setattr(generations, "_runs", lambda pid: runs)
+    if existing:
+        publish(cache, named("old"))
+    publication = staged(cache, existing)
+    assert prune_prompt_cache(cache) == ()
+    assert publication.transaction_directory.exists()
+    publication.publish()
+    prune_prompt_cache(cache)
+    assert label(cache) == "new"
+    publication.rollback()
+    assert os.listdir(cache.parent) == (["cache"] if existing else [])
+    if existing:
+        assert label(cache) == "old"
+
+
+def test_a_prune_collects_the_transaction_of_the_killed(cache: Path) -> None:
+    code = """
+from shmcache import ReversiblePromptCachePublication
+from tests.policy.samples import minimal
+from tests.prompt.caches import named, publish
+
+def stage(cache):
+    global publication
+    publication = ReversiblePromptCachePublication.begin(cache, True)
+    publish(publication.transaction_directory, named("new"))
+"""
+    publish(cache, named("old"))
+    with Worker(code) as worker:
+        worker.call("stage(cache)", cache=str(cache))
+        assert prune_prompt_cache(cache) == ()
+        assert len(os.listdir(cache.parent)) == 2
+        worker.kill()
+    foreign = cache.with_name(".cache.transaction-of-mine")
+    foreign.mkdir()
+    (removed,) = prune_prompt_cache(cache)
+    assert removed.kind.value == "staging"
+    assert sorted(os.listdir(cache.parent)) == [foreign.name, "cache"]
     assert label(cache) == "old"

@@ -22,7 +22,7 @@ from shmcache import (
 )
 from shmcache.prompt.dtypes import DTYPES, dtype_of
 from shmcache.prompt.header import MAX_PROMPT_CACHE_SHARD_HEADER_BYTES, read_shard_header
-from shmcache.prompt.shard import open_shard, read_shard, write_shard
+from shmcache.prompt.shard import open_shard, read_shard, read_shard_into, write_shard
 from shmcache.prompt.shard_checks import check_shard
 from tests.policy.samples import minimal
 from tests.prompt.caches import MINI_HASH, MINI_TEXT, counting, mini_shard, shard_bytes
@@ -257,3 +257,74 @@ def test_5_2_a_read_that_fails(shard: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(PromptCachePersistenceError.Io, match="hash_payload"):
         hash_prompt_cache_shard_payload(shard)
+
+
+# Reading into arrays ------------------------------------------------------------------------------
+
+SCATTERED: dict[str, np.ndarray[Any, Any]] = {
+    "b": np.arange(12, dtype=np.int16).reshape(3, 4),
+    "a": np.arange(70_000.0),
+    "c": np.ones(0),
+}
+
+
+def blank() -> dict[str, np.ndarray[Any, Any]]:
+    return {name: np.full_like(array, 7) for name, array in SCATTERED.items()}
+
+
+def test_arrays_anywhere_are_filled(shard: Path) -> None:
+    written = write_shard(shard, SCATTERED, durable=False)
+    targets = blank()
+    targets["b"] = targets["b"].reshape(12)  # the same elements in another shape
+    read_shard_into(shard, written.arrays, written.payload_sha256, targets)
+    for name, array in SCATTERED.items():
+        assert np.array_equal(targets[name], array.reshape(targets[name].shape))
+
+
+@pytest.mark.parametrize("target", ["shape", "dtype", "strides", "readonly", "missing", "extra"])
+def test_arrays_that_do_not_fit_are_refused(shard: Path, target: str) -> None:
+    written = write_shard(shard, SCATTERED, durable=False)
+    targets = blank()
+    if target == "missing":
+        del targets["b"]
+    elif target == "extra":
+        targets["d"] = np.ones(3)
+    elif target == "readonly":
+        targets["b"].flags.writeable = False
+    else:
+        targets["b"] = {
+            "shape": np.zeros(11, np.int16),
+            "dtype": np.zeros((3, 4), np.uint16),
+            "strides": np.zeros((3, 8), np.int16)[:, ::2],
+        }[target]
+    with pytest.raises(ValueError, match=r"needed|arrays are"):
+        read_shard_into(shard, written.arrays, written.payload_sha256, targets)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "append", "header"])
+def test_a_damaged_shard_fills_nothing_that_is_believed(shard: Path, damage: str) -> None:
+    written = write_shard(shard, SCATTERED, durable=False)
+    content = bytearray(shard.read_bytes())
+    code = {"flip": "payload_digest", "header": "array_mismatch"}.get(damage, "file_boundary")
+    if damage == "flip":
+        content[-1] ^= 1
+    elif damage == "cut":
+        del content[-1]
+    elif damage == "append":
+        content.append(0)
+    else:
+        content = bytearray(bytes(content).replace(b'"b"', b'"B"'))
+    shard.write_bytes(content)
+    with pytest.raises(Error.MalformedShard) as caught:
+        read_shard_into(shard, written.arrays, written.payload_sha256, blank())
+    assert caught.value.code == code
+
+
+def test_arrays_with_a_gap_between_them_are_refused(shard: Path) -> None:
+    header = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}   '
+    shard.write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    with open_shard(shard) as descriptor:
+        arrays = dict(read_shard_header(descriptor, shard).arrays)
+    with pytest.raises(Error.MalformedShard) as caught:
+        read_shard_into(shard, arrays, "", {"a": np.zeros(2, np.uint8)})
+    assert caught.value.code == "offsets"

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from arena_reader import reader_figures
+from engine import longest_holds
 from rows import Row, median_ns
 
 import shmcache as sc
@@ -30,7 +31,7 @@ _NAME = f"bench-arena-{os.getpid()}"
 
 def run() -> list[Row]:
     """All rows; needs about two minutes and 600 MiB of /dev/shm."""
-    return [*_stores(), *_reads(), *_many_blocks(), *_keys(), *_tables()]
+    return [*_stores(), *_reads(), *_many_blocks(), *_holds(), *_keys(), *_tables()]
 
 
 @contextlib.contextmanager
@@ -248,6 +249,14 @@ def _reclaim_rows(pool: sc.CacheResidencyPool, keys: Any) -> list[Row]:
         swept_ms = (time.perf_counter() - started) * 1e3
         rows.append(Row(f"reclaim of {int(out):,} {kind}", swept_ms, "ms", target="50 ms"))
     return rows
+
+
+def _holds() -> list[Row]:
+    """How long the lock is held at most, by what is done under it."""
+    return [
+        Row(f"longest hold of the lock: {name}", hold_us, "us", target="1,000 us")
+        for name, hold_us in longest_holds().items()
+    ]
 
 
 # ---- keys and tables ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import safetensors
+from prompt_workers import run_workers
 from rows import Row
 
 import shmcache as sc
@@ -30,7 +31,7 @@ def run() -> list[Row]:
     """All rows; needs about half a minute and 2 GB."""
     folder = Path(tempfile.mkdtemp(prefix="bench-prompt-", dir="/dev/shm"))
     try:
-        return [*_throughput(folder), _inspection(folder)]
+        return [*_throughput(folder), _inspection(folder), *run_workers(folder)]
     finally:
         shutil.rmtree(folder)
 
