@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 import numpy as np
 
-from shmcache import _core
+from shmcache import _core, bounds
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool.values import CachePoolResource
 from shmcache.pool.waiting import deadline_ns, patiently
@@ -303,8 +303,7 @@ class Prefault:
     """A thread that touches the arena in chunks; `done_bytes` of `total_bytes` are mapped."""
 
     def __init__(self, pool: ArenaPool, total_bytes: int, chunk_bytes: int) -> None:
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes must be at least 1, not {chunk_bytes}")
+        bounds.bounded(chunk_bytes, "chunk_bytes", 1, bounds.U64_MAX)
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self._chunk_bytes = -(-chunk_bytes // _CHUNK_ALIGN) * _CHUNK_ALIGN

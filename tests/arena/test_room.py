@@ -95,3 +95,22 @@ def test_a_whole_prefix_goes_in_any_order_of_use(
             pool.reserve(sc.CachePoolUsage(host_bytes=host_mib * MIB)).release()
             assert pool.arena_report().used_blocks == 0
             assert pool.verify().ok
+
+
+def test_a_parent_is_a_block_of_the_same_pool() -> None:
+    """Mutant: the number of a block of one pool is taken for one of another."""
+    with filled("lru", 1) as pool, filled("lru", 1) as other:
+        foreign = leased(other, [3])[0]
+        pool.invalidate(key(0))
+        block = pool.allocate(SMALL)
+        with pytest.raises(ValueError, match="another pool"):
+            block.publish(key(1000), parent=foreign)
+        assert not pool.contains(key(1000))
+        block.publish(key(1000)).lease.release()
+        foreign.release()
+
+
+@pytest.mark.parametrize(("chunk", "error"), [(0, ValueError), (1.5, TypeError), ("1", TypeError)])
+def test_a_prefault_checks_its_chunk(chunk: object, error: type[Exception]) -> None:
+    with filled("lru", 1) as pool, pytest.raises(error, match="chunk_bytes"):
+        pool.prefault(chunk_bytes=chunk)  # type: ignore[arg-type]
