@@ -147,6 +147,11 @@ class SessionCore:
             raise CacheResidencyError.Lifecycle(CacheLifecycleError.MissingBlock(id))
         return record
 
+    def end_of(self, layer: int) -> int:
+        """Where the layer's next token goes."""
+        books = self.lifecycle.tail(layer)
+        return 0 if books is None else books.end
+
     def layer_ids(self, layer: int) -> list[CacheBlockId]:
         """The blocks of a layer, in the order in which they came."""
         return list(self._by_layer.get(layer, ()))

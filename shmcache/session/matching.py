@@ -78,7 +78,7 @@ class Matching:
         core, sharing = self._core, self._sharing
         with core.lock:
             core.check_open()
-            ends = {self._end(layer.global_layer) for layer in core.layers}
+            ends = {core.end_of(layer.global_layer) for layer in core.layers}
             position = min(ends, default=0)
             if len(ends) != 1 or position % sharing.block_tokens or any(core.tails.values()):
                 return position, True
@@ -159,10 +159,6 @@ class Matching:
         if states is not None:
             states.block, states.position = found[-1][end // size - 1], end
         core.publish()
-
-    def _end(self, layer: int) -> int:
-        books = self._core.lifecycle.tail(layer)
-        return 0 if books is None else books.end
 
 
 def _left_s(until_ns: int) -> float:

@@ -355,10 +355,11 @@ class CacheSession:
         go; those of `lease`.
         """
         with self._ordered():
-            layers = self._core.layers
-            self._parts.shrinking.truncate(layers[usize(layer, "layer")], i64(end, "end"))
-            if self._core.shared is not None:
-                self._core.shared.cut(layer, end)
+            core, found = self._core, self._core.layers[usize(layer, "layer")]
+            before = core.end_of(layer)
+            self._parts.shrinking.truncate(found, i64(end, "end"))
+            if core.shared is not None:
+                core.shared.cut(layer, before, end)
 
     def discard_sliding(self, layer: int) -> int:
         """Drop the blocks that the layer's window has left behind; how many.

@@ -129,22 +129,25 @@ class Sharing:
             row.keys = row.chain(tokens)
         self.tokens = tokens
 
-    def cut(self, layer: int, end: int) -> None:
-        """A layer was truncated: other ids may come from `end` on, in all layers.
+    def cut(self, layer: int, before: int, end: int) -> None:
+        """A layer was truncated from `before` to `end`: other ids may come there, in all layers.
 
-        A layer that follows others in this has lost only what was stale.
+        A layer that follows others in this has lost only what was stale, and one that had no tokens
+        there takes nothing from those that have.
         """
-        core = self._core
+        ends = {
+            each.global_layer: self._core.end_of(each.global_layer) for each in self._core.layers
+        }
         stale = self._stale.get(layer)
+        if before == end and any(other > end for other in ends.values()):
+            return
         if stale is not None and stale <= end:
             if stale == end:
                 del self._stale[layer]
             return
         self._stale.pop(layer, None)
-        for other in core.layers:
-            number = other.global_layer
-            books = core.lifecycle.tail(number)
-            if number != layer and books is not None and books.end > end:
+        for number, other in ends.items():
+            if number != layer and other > end:
                 self._stale[number] = min(self._stale.get(number, end), end)
         self.tokens = self.tokens[:end]
         for row in self.rows:

@@ -88,8 +88,7 @@ class Tails:
 
     def position(self, layer: int) -> int:
         """Where the layer's next token goes; with the lock held."""
-        books = self._core.lifecycle.tail(layer)
-        return 0 if books is None else books.end
+        return self._core.end_of(layer)
 
     # One piece ------------------------------------------------------------------------------------
 
