@@ -28,7 +28,7 @@ _SMALL_LAYERS, _SMALL_BLOCKS = 40, 250
 
 
 def run() -> list[Row]:
-    """All rows; needs about half a minute and 2 GB."""
+    """All rows; needs about a minute and 4 GB."""
     folder = Path(tempfile.mkdtemp(prefix="bench-prompt-", dir="/dev/shm"))
     try:
         return [*_throughput(folder), _inspection(folder), *run_workers(folder)]
