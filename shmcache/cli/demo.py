@@ -45,7 +45,7 @@ _COLUMNS = (
 @click.option("--workers", type=click.IntRange(1, 64), default=3, show_default=True)
 @click.option("--conversations", type=click.IntRange(1, 10_000), default=4, show_default=True)
 @click.option("--turns", type=click.IntRange(1, 20), default=3, show_default=True)
-@click.option("--pages", type=click.IntRange(1), default=2, show_default=True, help="In use.")
+@click.option("--pages", type=click.IntRange(1), default=2, show_default=True, help="Of the docs.")
 @click.option(
     "--page-tokens",
     type=click.IntRange(1, 4096),
