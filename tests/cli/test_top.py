@@ -172,12 +172,14 @@ class Terminal:
         self.resize(columns, 24)
         self.before = termios.tcgetattr(self._theirs)
         command = [sys.executable, "-m", "shmcache.cli.main", "top", name, "--interval", "0.1"]
+        # Runners that test in parallel set COLUMNS, which says more than the terminal.
+        inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             command,
             stdin=self._theirs,
             stdout=self._theirs,
             stderr=self._theirs,
-            env=os.environ | {"TERM": "xterm"},
+            env=inherited | {"TERM": "xterm"},
         )
         self.text = ""
 
