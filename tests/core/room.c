@@ -39,7 +39,7 @@ TEST(readers_cannot_keep_an_allocation_waiting)
     for (int i = 0; i < READERS; i++)
         readers[i] = attach(pool->segment_fd);
     for (int chunks = 0; status == SHMC_MORE; chunks++) {
-        EXPECT(chunks < 100);
+        EXPECT(chunks < 200);
         for (int i = 0; i < READERS; i++)
             fill_ring(readers[i]);
         status = shmc_perform(pool, &request, 0);

@@ -62,7 +62,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
         return str(target)
 
     def build(mutant: str, *, past_self_test: bool = False) -> Path:
-        defines = [f"SHMC_MUTANT_{mutant}"] if mutant else []
+        defines = ["SHMC_COPIES", *([f"SHMC_MUTANT_{mutant}"] if mutant else [])]
         defines += ["CRASH_PAST_SELF_TEST"] if past_self_test else []
         program = folder / "-".join(["crash", *defines])
         if not program.exists():

@@ -23,6 +23,7 @@ from tests.session.rig import axes, elsewhere, left_in, peaks, shared_pool
 from tests.support import Worker, wait_until
 
 LIMITS = CachePoolLimits(1500, 1500, 1500, 6000)
+LONG = 3000  # steps in which somebody adopts what another has computed
 ARENA_LIMITS = CachePoolLimits(1500, 64 << 10, 1500, 6000)
 
 
@@ -93,7 +94,8 @@ def fight_in_processes(
             assert write > steps // 10
             assert read > steps // 10
         pool.sweep()
-        assert (adopted > 0) == (memory == "shared")
+        assert (adopted > 0) <= (memory == "shared")
+        assert adopted > 0 or memory != "shared" or steps < LONG
         if arena_bytes:  # what was published stays, and is nobody's
             assert pool.arena_report().private_bytes == pool.arena_report().leased_bytes == 0
             pool.evict(arena_bytes)
@@ -130,4 +132,4 @@ def test_processes_fight_for_one_pool(
 def test_processes_fight_for_one_pool_at_length(
     pool_name: str, tmp_path: Path, seed: int, memory: str
 ) -> None:
-    fight_in_processes(pool_name, tmp_path, seed, memory=memory, workers=4, steps=3000)
+    fight_in_processes(pool_name, tmp_path, seed, memory=memory, workers=4, steps=LONG)
