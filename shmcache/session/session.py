@@ -184,15 +184,19 @@ class CacheSession:
             matching = self._parts.matching
             return 0 if matching is None else matching.match(tokens, timeout)
 
-    def feed(self, tokens: Tokens) -> None:
-        """Tell the ids of the tokens that are appended next, behind those that are known.
+    def feed(self, tokens: Tokens, *, start: int = 0) -> None:
+        """Tell the ids of the tokens from position `start` on, before they are appended.
 
         Why: blocks are shared under the names of their tokens. A block whose tokens are not known
-        when it is sealed stays private. Without sharing the ids are of no use.
+        when it is sealed stays private. Without sharing the ids are of no use. Ids that are known
+        already may be told again, so the whole prompt is always right: where they differ, somebody
+        has lost count, and would have published blocks under wrong names.
+
+        Errors: ValueError when they differ from known ids, or leave a gap; nothing has changed.
         """
         with self._ordered():
             if self._parts.sharing is not None:
-                self._parts.sharing.feed(tokens)
+                self._parts.sharing.feed(tokens, usize(start, "start"))
 
     def put_state(self, position: int, states: Mapping[int, Sequence[Any]]) -> bool:
         """Publish the fixed state of all layers that have any, as it is after `position` tokens.

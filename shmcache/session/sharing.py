@@ -113,9 +113,18 @@ class Sharing:
 
     # Names ----------------------------------------------------------------------------------------
 
-    def feed(self, tokens: Tokens) -> None:
-        """These ids follow the known ones. Errors: TypeError, ValueError; nothing has changed."""
-        self.know(np.concatenate((self.tokens, token_ids(tokens))))
+    def feed(self, tokens: Tokens, start: int) -> None:
+        """These are the ids from position `start` on, known ones among them.
+
+        Errors: TypeError, ValueError; nothing has changed.
+        """
+        ids, known = token_ids(tokens), len(self.tokens)
+        if start > known:
+            raise ValueError(
+                f"the tokens from {known} up to {start} are not known: feed them first"
+            )
+        self.check_known(np.concatenate((self.tokens[:start], ids)))
+        self.know(np.concatenate((self.tokens, ids[known - start :])))
 
     def check_known(self, tokens: TokenIds) -> None:
         """Errors: ValueError unless these and the known ids agree as far as both go."""

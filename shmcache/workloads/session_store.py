@@ -62,7 +62,7 @@ class SessionStore:
         """
         self._session.match(prompt[:-1], timeout=timeout)
         self._tokens = self._shortest()
-        self._session.feed(prompt[max(len(self._ids), self._tokens) :])
+        self._session.feed(prompt)
         self._ids = prompt
         return self._tokens
 
@@ -105,7 +105,7 @@ class SessionStore:
         rests = [self._copied(layer, start, end) for layer in layers]
         for layer in layers:
             session.truncate(layer, start)
-        session.feed(ids[start:])
+        session.feed(ids[start:], start=start)
         self._ids = ids
         for layer in layers if start < end else ():
             session.append(layer, *rests[layer])

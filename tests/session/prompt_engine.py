@@ -78,7 +78,7 @@ class Engine:
     def grow(self, session: CacheSession, count: int) -> CacheSession:
         """Append that many tokens to all layers; windows discard as they go."""
         first = session.position(next(iter(session._core.layers)).global_layer)
-        session.feed(IDS[first : first + count])
+        session.feed(IDS[first : first + count], start=first)
         for start in range(first, first + count, BLOCK):
             for layer in session._core.layers:
                 end = min(start + BLOCK, first + count)

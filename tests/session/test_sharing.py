@@ -77,7 +77,7 @@ def session(
 def compute(session: CacheSession, ids: list[int]) -> int:
     """Be the engine: match, then append what is missing, in steps of a block; what was matched."""
     found = session.match(ids)
-    session.feed(ids[found:])
+    session.feed(ids)
     layers = [layer.global_layer for layer in session._core.layers]
     for start in range(found, len(ids), BLOCK):
         for layer in layers:
@@ -103,7 +103,7 @@ def test_a_prefix_ends_with_the_last_equal_block(pool: CacheResidencyPool) -> No
     with session(pool) as first, session(pool) as second:
         compute(first, IDS[:16])
         assert second.match([*IDS[:9], 0, 0, 0, 0]) == 8
-        second.feed([0, 0])
+        second.feed([0, 0], start=8)
         for layer in (0, 1):
             grow(second, 2, layer=layer)
         assert content(second) == list(range(10))
@@ -178,7 +178,7 @@ def test_what_a_truncation_changed_is_shared_under_its_new_name(pool: CacheResid
     with session(pool) as first, session(pool) as second, session(pool) as third:
         compute(first, IDS[:8])
         first.truncate(0, 4)
-        first.feed([7, 7, 7, 7])
+        first.feed([7, 7, 7, 7], start=4)
         grow(first, 4, layer=0)  # layer 1 still has the old tokens
         assert first.sharing_report().published == 2
         first.truncate(1, 4)
@@ -201,6 +201,21 @@ def test_tokens_that_nobody_named_stay_private(pool: CacheResidencyPool) -> None
         assert first.match(IDS) == 8  # it has them already
 
 
+def test_ids_that_are_told_twice_must_be_the_same(pool: CacheResidencyPool) -> None:
+    """Mutant: an engine that repeats a prompt after a match names blocks that nobody computed."""
+    with session(pool) as first, session(pool) as second:
+        compute(first, IDS[:8])
+        assert second.match(IDS[:12]) == 8
+        second.feed(IDS[:12])
+        second.feed(IDS[4:10], start=4)
+        for wrong, start in ((IDS[:12], 8), ([0], 3), ([1, 2], 11), ([1], 13)):
+            with pytest.raises(ValueError, match="know"):
+                second.feed(wrong, start=start)
+        for layer in (0, 1):
+            grow(second, 4, layer=layer)
+        assert first.match(IDS[:12]) == 12
+
+
 @pytest.mark.parametrize("when", ["on_demote", "never"])
 def test_published_when_it_was_asked_for(pool: CacheResidencyPool, when: Any) -> None:
     """Each token has 8 bytes per layer: the device holds two blocks of each of two layers."""
@@ -209,7 +224,7 @@ def test_published_when_it_was_asked_for(pool: CacheResidencyPool, when: Any) ->
         assert first.sharing_report().published == 0
         session_held = first.usage().host_bytes + pool.arena_report().private_bytes
         assert session_held == 0
-        first.feed(IDS[8:16])
+        first.feed(IDS[8:16], start=8)
         for layer in (0, 1):
             grow(first, 8, layer=layer)
         assert content(first, 0) == content(first, 1) == list(range(16))
@@ -230,8 +245,7 @@ def test_a_session_leases_no_more_than_it_may(pool: CacheResidencyPool) -> None:
         compute(first, IDS[:32])
         assert second.match(IDS) == 12
         assert second.sharing_report().leased_bytes == 3 * 256
-        compute_rest = IDS[12:16]
-        second.feed(compute_rest)
+        second.feed(IDS[12:16], start=12)
         for layer in (0, 1):
             grow(second, 4, layer=layer)
         assert second.sharing_report().leased_bytes == 3 * 256
@@ -349,7 +363,7 @@ def test_a_cut_into_an_adopted_block_copies_what_stays(pool: CacheResidencyPool)
         for layer in (0, 1):
             second.truncate(layer, 10)
         assert content(second) == list(range(10))
-        second.feed([5, 6])
+        second.feed([5, 6], start=10)
         for layer in (0, 1):
             grow(second, 2, layer=layer)
         assert second.sharing_report().published == 0  # 8 to 10 and 10 to 12: no whole block

@@ -115,7 +115,7 @@ class SharingModel(RuleBasedStateMachine):
         if len(set(self.texts[who])) != 1 or self.known[who] != self.texts[who][0]:
             return
         session = self.sessions[who]
-        session.feed(ids(text))
+        session.feed(ids(text), start=len(self.known[who]))
         self.known[who] += text
         step = -(-len(text) // steps)
         with contextlib.suppress(CacheResidencyError):
@@ -158,7 +158,7 @@ class SharingModel(RuleBasedStateMachine):
                 held[each] = held[each][:end]
                 if each == layer:
                     self.known[who] = held[each]
-                    session.feed(ids(text))
+                    session.feed(ids(text), start=end)
                     self.known[who] += text
                 self.append(who, each, text)
         except CacheResidencyError:
