@@ -187,12 +187,11 @@ class CacheSession:
     def feed(self, tokens: Tokens, *, start: int = 0) -> None:
         """Tell the ids of the tokens from position `start` on, before they are appended.
 
-        Why: blocks are shared under the names of their tokens. A block whose tokens are not known
-        when it is sealed stays private. Without sharing the ids are of no use. Ids that are known
-        already may be told again, so the whole prompt is always right: where they differ, somebody
-        has lost count, and would have published blocks under wrong names.
+        Why: blocks are shared under the names of their tokens; one whose tokens are not known when
+        it is sealed stays private. Known ids may be told again, so the whole prompt is always right.
 
-        Errors: ValueError when they differ from known ids, or leave a gap; nothing has changed.
+        Errors: ValueError when they differ from known ids (blocks would get wrong names), or leave
+        a gap; nothing has changed.
         """
         with self._ordered():
             if self._parts.sharing is not None:
