@@ -360,9 +360,11 @@ class CacheSession:
         with self._ordered():
             core, found = self._core, self._core.layers[usize(layer, "layer")]
             before = core.end_of(layer)
-            self._parts.shrinking.truncate(found, i64(end, "end"))
-            if core.shared is not None:
-                core.shared.cut(layer, before, end)
+            try:
+                self._parts.shrinking.truncate(found, i64(end, "end"))
+            finally:  # it may have told of a file when all was done
+                if core.shared is not None and core.end_of(layer) == end:
+                    core.shared.cut(layer, before, end)
 
     def discard_sliding(self, layer: int) -> int:
         """Drop the blocks that the layer's window has left behind; how many.
@@ -390,8 +392,6 @@ class CacheSession:
         """
         with self._ordered():
             self._parts.shrinking.clear()
-            if self._core.shared is not None:
-                self._core.shared.clear()
 
     # Moving ---------------------------------------------------------------------------------------
 

@@ -180,6 +180,8 @@ class Shrinking:
                 core.ledger.set_tail(layer, 0)
             core.tails.clear()
             core.layer_specs.clear()
+            if core.shared is not None:
+                core.shared.clear()
             core.publish()
         self._end(retiring, files)
 

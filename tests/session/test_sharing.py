@@ -188,6 +188,30 @@ def test_what_a_truncation_changed_is_shared_under_its_new_name(pool: CacheResid
         assert third.match(IDS) == 8
 
 
+@pytest.mark.parametrize("how", ["clear", "truncate"])
+def test_a_cut_that_could_not_delete_its_files_forgets_the_tokens(
+    pool: CacheResidencyPool, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """What comes next must not be published under the names of what was there."""
+
+    def fail(files: object) -> None:
+        raise OSError("a file that cannot be deleted")
+
+    with session(pool) as first, session(pool) as second:
+        first.feed(IDS[:8])  # one block is there, the next one is named only
+        for layer in (0, 1):
+            grow(first, 4, layer=layer)
+        with monkeypatch.context() as broken:
+            broken.setattr("shmcache.session.shrinking.remove_files", fail)
+            for layer in [0] if how == "clear" else [0, 1]:
+                with pytest.raises(OSError, match="cannot be deleted"):
+                    first.clear() if how == "clear" else first.truncate(layer, 0)
+        compute(first, IDS[20:28])
+        assert second.match(IDS[:8]) == 4
+        second.clear()
+        assert second.match(IDS[20:28]) == 8
+
+
 def test_tokens_that_nobody_named_stay_private(pool: CacheResidencyPool) -> None:
     with session(pool) as first:
         for layer in (0, 1):
