@@ -188,7 +188,7 @@ class CacheSession:
         """Tell the ids of the tokens from position `start` on, before they are appended.
 
         Why: blocks are shared under the names of their tokens; one whose tokens are not known when
-        it is sealed stays private. Known ids may be told again, so the whole prompt is always right.
+        it is sealed stays private. Ids may be told again: the whole prompt is always right.
 
         Errors: ValueError when they differ from known ids (blocks would get wrong names), or leave
         a gap; nothing has changed.
