@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import pytest
 
 from tests.support import PATIENCE_S, ROOT, process_state, wait_until
@@ -44,7 +45,9 @@ def compile_package(folder: Path, *flags: str) -> Path:
     shutil.copytree(ROOT / "shmcache", package, ignore=shutil.ignore_patterns("*.so", "_core.c"))
     run([sys.executable, "-m", "cython", str(package / "_core.pyx")])
     sources = [package / "_core.c", *sorted((package / "core").glob("*.c"))]
-    include = [f"-I{ENGINE}", f"-I{sysconfig.get_path('include')}"]
+    include = [
+        f"-I{folder}" for folder in (ENGINE, sysconfig.get_path("include"), np.get_include())
+    ]
     target = package / f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
     shared = [COMPILER, "-shared", "-fPIC", "-o", str(target)]
     run([*shared, *map(str, sources), *include, *FLAGS, *flags])
