@@ -25,6 +25,7 @@ FILE_LINES_MAX = {".py": 500, ".pyi": 500, ".c": 600, ".h": 600, ".pyx": 600}
 LAYERS = {
     "errors": "",
     "bounds": "",
+    "_building": "numpy setuptools",
     "policy": "errors bounds msgspec numpy",
     "states": "errors bounds policy msgspec",
     "_core": "errors bounds cpython cython libc numpy posix",
