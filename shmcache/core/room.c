@@ -436,15 +436,16 @@ static enum shmc_status search_slab(struct shmc_handle *handle, const struct shm
             return SHMC_MORE;
         uint64_t index = request->slab_cursor++;
         struct shmc_slab *slab = &handle->slabs[index];
-        uint64_t class_index = SHMC_SLAB_CLASS(slab->state);
         if (SHMC_SLAB_STATE(slab->state) != SHMC_SLAB_ASSIGNED ||
             shmc_slab_places(handle, index, but->block_bytes) == 0)
             continue;
-        SHMC_CHECK(class_index < SHMC_CLASSES_MAX);
-        struct shmc_class *class = &handle->classes[class_index];
+        struct shmc_class *class;
+        enum shmc_status status = shmc_class_of(handle, slab, &class);
+        if (status != SHMC_OK)
+            return status;
         if (class == but || !is_evictable(handle, slab, &looks))
             continue;
-        enum shmc_status status = shmc_slab_drain_begin(handle, slab, class);
+        status = shmc_slab_drain_begin(handle, slab, class);
         return status == SHMC_OK ? SHMC_MORE : status;
     }
     return SHMC_ARENA_FULL;

@@ -106,3 +106,12 @@ TEST(no_place_is_given_that_a_slab_does_not_have)
     pool->slabs[0].free = 0; /* one place is free, and none is left that never had a block */
     EXPECT_STATUS(POISONED, allocate(pool, MIB));
 }
+
+TEST(a_slab_of_a_class_without_blocks_is_damage)
+{
+    struct shmc_handle *pool = new_arena(1);
+    struct shmc_lease lease = store(pool, 1, MIB);
+    shmc_release(pool, &lease, 1);
+    pool->slabs[0].state = SHMC_SLAB_OF(SHMC_SLAB_ASSIGNED, SHMC_CLASSES_MAX - 1);
+    EXPECT_STATUS(POISONED, allocate(pool, 2 * MIB));
+}
