@@ -77,7 +77,7 @@ def test_an_exit_with_views_is_silent_and_leaks_nothing(pool_name: str, what: st
         "    while True:\n"
         "        try:\n"
         "            pool.lookup(bytes(32)).array('u1', 64)\n"
-        "        except (sc.SegmentError.Closed, ValueError):\n"  # by the exit, while this still runs
+        "        except (sc.SegmentError.Closed, ValueError):\n"  # the exit closed it
         "            return\n"
         f"{EXITS[what]}\n"
     )
