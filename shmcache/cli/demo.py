@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from shmcache import bounds
 from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import POOL_NAME
+from shmcache.cli.progress import progress_bar
 from shmcache.cli.signals import signals_as_exceptions
 from shmcache.cli.sizes import SIZE, format_size
 from shmcache.errors import WorkloadError
@@ -92,11 +91,12 @@ def demo(**options: Any) -> Answer:
     chosen, fallback = _options(**options)
     with contextlib.ExitStack() as stack:
         check = stack.enter_context(signals_as_exceptions())
-        show = stack.enter_context(_progress_bar())
+        change = stack.enter_context(progress_bar("starting", TimeElapsedColumn()))
 
         def on_progress(at: DemoProgress) -> None:
             check()
-            show(at)
+            if change is not None:
+                change(**_shown(at))
 
         return _answer(run_demo(chosen, on_progress), chosen, fallback)
 
@@ -127,23 +127,10 @@ def _options(
         raise click.UsageError(str(error)) from error
 
 
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Callable[[DemoProgress], None]]:
-    """A bar on a terminal's standard error, elsewhere nothing."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(at: DemoProgress) -> None:
-            rate = at.tokens_saved / at.prompt_tokens if at.prompt_tokens else 0.0
-            text = f"{at.requests} requests, {rate:.1%} of tokens saved, {at.kills} kills"
-            bar.update(task, total=at.requests_total, completed=at.requests, description=text)
-
-        yield show
+def _shown(at: DemoProgress) -> dict[str, Any]:
+    rate = at.tokens_saved / at.prompt_tokens if at.prompt_tokens else 0.0
+    text = f"{at.requests} requests, {rate:.1%} of tokens saved, {at.kills} kills"
+    return {"total": at.requests_total, "completed": at.requests, "description": text}
 
 
 def _answer(report: DemoReport, options: DemoOptions, fallback: str | None) -> Answer:

@@ -8,15 +8,12 @@ Units       `..._bytes` in JSON are bytes; text shows them rounded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import DownloadColumn, TimeRemainingColumn
 
 from shmcache import (
     PromptCacheGeneration,
@@ -27,6 +24,7 @@ from shmcache import (
     verify_prompt_cache,
 )
 from shmcache.cli.answers import Answer, Command, table
+from shmcache.cli.progress import progress_bar
 from shmcache.cli.sizes import format_size
 
 _directory = click.argument("directory", metavar="DIRECTORY", type=click.Path(path_type=Path))
@@ -83,7 +81,9 @@ def verify(directory: Path) -> Answer:
     Example:
       shmcache prompt verify caches/system-prompt
     """
-    with _progress(f"verifying {directory}") as tell:
+    columns = (DownloadColumn(), TimeRemainingColumn())
+    with progress_bar(f"verifying {directory}", *columns) as change:
+        tell = change and (lambda done, total: change(completed=done, total=total))
         manifest = verify_prompt_cache(directory, tell)
     document = {"directory": str(directory), "ok": True} | _counts(manifest)
     size = format_size(_bytes(manifest))
@@ -186,16 +186,3 @@ def _listed(found: tuple[PromptCacheGeneration, ...]) -> Any:
 
 def _time(moment_ns: int) -> str:
     return datetime.fromtimestamp(moment_ns // 10**9, UTC).isoformat().replace("+00:00", "Z")
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show how far it is on a terminal's standard error; elsewhere nothing is written."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

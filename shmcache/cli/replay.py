@@ -6,16 +6,15 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from shmcache import bounds
 from shmcache.cli.answers import Answer, Command, table
 from shmcache.cli.names import POOL_NAME
+from shmcache.cli.progress import progress_bar
 from shmcache.cli.signals import signals_as_exceptions
 from shmcache.cli.sizes import SIZE, FiniteRange, format_size
 from shmcache.cli.traffic import named_geometry, trace_reader
@@ -78,11 +77,12 @@ def replay(trace: str, limit: int | None, **options: Any) -> Answer:
     with contextlib.ExitStack() as stack:
         check = stack.enter_context(signals_as_exceptions())
         reader = stack.enter_context(trace_reader(trace, chosen.block_tokens, check))
-        show = stack.enter_context(_progress_bar(reader, limit))
+        change = stack.enter_context(progress_bar("starting", TimeElapsedColumn()))
 
         def on_progress(at: ReplayProgress) -> None:
             check()
-            show(at)
+            if change is not None:
+                change(**_shown(at, reader, limit))
 
         return _answer(run_replay(itertools.islice(reader, limit), chosen, on_progress), chosen)
 
@@ -132,27 +132,13 @@ def _block_bytes(
     return block_bytes or _BLOCK_BYTES_DEFAULT
 
 
-@contextlib.contextmanager
-def _progress_bar(
-    reader: TraceReader, limit: int | None
-) -> Iterator[Callable[[ReplayProgress], None]]:
-    """A bar on a terminal's standard error, elsewhere nothing; it pulses when no end is known."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(at: ReplayProgress) -> None:
-            parts = (reader.fraction_read, at.requests / limit if limit else None)
-            done = max((part for part in parts if part is not None), default=None)
-            rate = at.block_hits / at.block_references if at.block_references else 0.0
-            text = f"{at.requests:,} requests, {rate:.1%} of blocks hit, {at.kills} kills"
-            bar.update(task, total=None if done is None else 1.0, completed=done, description=text)
-
-        yield show
+def _shown(at: ReplayProgress, reader: TraceReader, limit: int | None) -> dict[str, Any]:
+    """What a bar shows; it pulses when no end is known."""
+    parts = (reader.fraction_read, at.requests / limit if limit else None)
+    done = max((part for part in parts if part is not None), default=None)
+    rate = at.block_hits / at.block_references if at.block_references else 0.0
+    text = f"{at.requests:,} requests, {rate:.1%} of blocks hit, {at.kills} kills"
+    return {"total": None if done is None else 1.0, "completed": done, "description": text}
 
 
 def _answer(report: ReplayReport, options: ReplayOptions) -> Answer:

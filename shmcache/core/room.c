@@ -206,17 +206,24 @@ static enum shmc_status bury_one(struct shmc_handle *handle, struct shmc_class *
     return SHMC_PINNED;
 }
 
+/* What was set aside in the class is looked at again, one of each kind: OK when a block became
+ * FREE, PINNED when none did. */
+static enum shmc_status look_again(struct shmc_handle *handle, struct shmc_class *class)
+{
+    enum shmc_status status = bury_one(handle, class);
+    if (status != SHMC_PINNED)
+        return status;
+    status = shmc_policy_unpark(handle, class);
+    return status == SHMC_OK ? SHMC_PINNED : status;
+}
+
 /* One block of the class becomes FREE (OK), or a candidate was in use and set aside (PINNED), or
  * there is none (ARENA_FULL). */
 static enum shmc_status evict_one(struct shmc_handle *handle, struct shmc_class *class)
 {
     struct shmc_slab *slab;
-    enum shmc_status status = bury_one(handle, class);
-    if (status == SHMC_PINNED)
-        status = shmc_policy_unpark(handle, class);
-    else
-        return status;
-    if (status != SHMC_OK)
+    enum shmc_status status = look_again(handle, class);
+    if (status != SHMC_PINNED)
         return status;
     uint64_t victim = shmc_policy_victim(handle, class);
     if (victim == SHMC_NO_INDEX)
@@ -266,12 +273,8 @@ static enum shmc_status evict_any(struct shmc_handle *handle)
         aside += of_class;
         if (of_class == 0)
             continue;
-        enum shmc_status status = bury_one(handle, class);
-        if (status == SHMC_PINNED)
-            status = shmc_policy_unpark(handle, class);
-        else
-            return status;
-        if (status != SHMC_OK)
+        enum shmc_status status = look_again(handle, class);
+        if (status != SHMC_PINNED)
             return status;
     }
     struct shmc_class *class = stalest(handle, NULL, &age);

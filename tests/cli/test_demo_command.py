@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -20,6 +17,7 @@ from click.testing import CliRunner, Result
 from shmcache import CacheResidencyPool, segment_path
 from shmcache.cli.main import main
 from shmcache.workloads import weights
+from tests.cli.terminals import seen_on_a_terminal
 from tests.support import PATIENCE_S, ROOT, wait_until
 
 COMMAND = (sys.executable, "-m", "shmcache.cli.main", "demo")
@@ -134,24 +132,10 @@ def test_an_interrupted_demo_takes_everything_away(pool_name: str, number: int) 
 
 def test_a_terminal_sees_how_far_it_is(pool_name: str) -> None:
     """Its answer goes to standard output all the same."""
-    master, terminal = pty.openpty()
-    with subprocess.Popen(
-        [*COMMAND, *TINY, "--name", pool_name, "--conversations", "20"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    ) as command:
-        os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
-            while chunk := os.read(master, 1 << 16):
-                shown += chunk
-        os.close(master)
-        assert command.stdout is not None
-        assert b"verified" in command.stdout.read()
-        assert command.wait(PATIENCE_S) == 0
-    assert b"of tokens saved" in shown
+    command = [*COMMAND, *TINY, "--name", pool_name, "--conversations", "20"]
+    said, shown = seen_on_a_terminal(command)
+    assert "verified" in said
+    assert "of tokens saved" in shown
 
 
 @pytest.mark.ci

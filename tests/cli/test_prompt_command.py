@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -22,6 +20,7 @@ from shmcache import (
 )
 from shmcache.cli.main import main
 from shmcache.cli.prompt import prompt
+from tests.cli.terminals import seen_on_a_terminal
 from tests.prompt.caches import named, publish
 from tests.support import ROOT
 
@@ -140,15 +139,9 @@ def test_the_keys_of_every_answer_are_listed(cache: Path) -> None:
 def test_a_terminal_sees_how_far_it_is(cache: Path) -> None:
     """And a pipe sees nothing of that."""
     command = [sys.executable, "-m", "shmcache.cli.main", "prompt", "verify", str(cache)]
-    ours, theirs = pty.openpty()
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, cwd=ROOT, check=True)
-        shown = os.read(ours, 100_000).decode()
-    finally:
-        os.close(ours)
-        os.close(theirs)
+    said, shown = seen_on_a_terminal(command)
     assert "verifying" in shown
-    assert done.stdout.decode() == f"{cache} is sound: 820 B in 12 shards\n"
+    assert said == f"{cache} is sound: 820 B in 12 shards\n"
     quiet = subprocess.run(command, capture_output=True, cwd=ROOT, check=True)
     assert quiet.stderr == b""
 

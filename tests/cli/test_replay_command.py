@@ -1,10 +1,7 @@
 """`shmcache replay` as scripts and people meet it."""
 
-import contextlib
 import gzip
 import json
-import os
-import pty
 import signal
 import subprocess
 import sys
@@ -19,6 +16,7 @@ from shmcache import CacheResidencyPool, segment_path
 from shmcache.cli.main import main
 from shmcache.workloads.conversations import ConversationOptions, conversation_trace
 from shmcache.workloads.traces import trace_line
+from tests.cli.terminals import seen_on_a_terminal
 from tests.support import PATIENCE_S, ROOT, wait_until
 
 COMMAND = (sys.executable, "-m", "shmcache.cli.main", "replay")
@@ -174,21 +172,7 @@ def test_an_interrupted_replay_takes_everything_away(
 
 def test_a_terminal_sees_how_far_it_is(trace: str, pool_name: str) -> None:
     """Its answer goes to standard output all the same."""
-    master, terminal = pty.openpty()
-    with subprocess.Popen(
-        [*COMMAND, trace, "--name", pool_name, "--speed", "300", "--workers", "1"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=terminal,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-    ) as command:
-        os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
-            while chunk := os.read(master, 1 << 16):
-                shown += chunk
-        os.close(master)
-        assert command.stdout is not None
-        assert b"requests" in command.stdout.read()
-        assert command.wait(PATIENCE_S) == 0
-    assert b"of blocks hit" in shown
+    command = [*COMMAND, trace, "--name", pool_name, "--speed", "300", "--workers", "1"]
+    said, shown = seen_on_a_terminal(command)
+    assert "requests" in said
+    assert "of blocks hit" in shown

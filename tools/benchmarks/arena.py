@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-import importlib.util
 import mmap
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from arena_reader import reader_figures
 from engine import longest_holds
+from peers import Peer, peers
 from rows import Row, median_ns
 
 import shmcache as sc
@@ -92,11 +92,20 @@ def _store_rows(pool: sc.CacheResidencyPool, source: Any, nbytes: int) -> list[R
         Row(f"store {size}, evicting", store_ns / 1e3, "us",
             f"memcpy, warm shared memory ({copy_ns / 1e3:.1f} us)", ratio, target)
     ]  # fmt: skip
-    if (put := _lmdb_put(source, nbytes)) is not None:
-        store_ns, put_ns, ratio = _paired(store, put, max(4, calls // 4))
-        peer = f"LMDB put, on tmpfs ({put_ns / 1e3:.1f} us)"
-        rows.append(Row(f"store {size}", store_ns / 1e3, "us", peer, ratio, "below 1x"))
+    value = source.tobytes()
+    keys = _WORKING_SET // nbytes // 2
+    numbers = iter(range(1 << 60))
+    with peers(nbytes) as found:
+        for peer in found:
+            put = functools.partial(_put_next, peer, value, numbers, keys)
+            store_ns, put_ns, ratio = _paired(store, put, max(4, calls // 4))
+            name = f"{peer.name} put ({put_ns / 1e3:.1f} us)"
+            rows.append(Row(f"store {size}", store_ns / 1e3, "us", name, ratio, "below 1x"))
     return rows
+
+
+def _put_next(peer: Peer, value: bytes, numbers: Iterator[int], keys: int) -> None:
+    peer.put(_key(next(numbers) % keys), value)
 
 
 def _memcpy_into_shared(source: Any, nbytes: int) -> Callable[[], None]:
@@ -109,34 +118,6 @@ def _memcpy_into_shared(source: Any, nbytes: int) -> Callable[[], None]:
         places[next(place) % len(places)] = source
 
     return copy
-
-
-def _lmdb_environment(nbytes: int) -> Any:
-    """An LMDB environment on /dev/shm without syncs; None where the package is absent."""
-    if importlib.util.find_spec("lmdb") is None:
-        return None
-    lmdb = importlib.import_module("lmdb")
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-lmdb-")
-    options = {"map_size": 2 * _WORKING_SET, "sync": False, "metasync": False, "writemap": True}
-    environment = lmdb.open(folder.name, max_spare_txns=2, **options)
-    return environment, folder
-
-
-def _lmdb_put(source: Any, nbytes: int) -> Callable[[], None] | None:
-    found = _lmdb_environment(nbytes)
-    if found is None:
-        return None
-    environment, folder = found
-    value = source.tobytes()
-    number = iter(range(1 << 60))
-    keys = _WORKING_SET // nbytes // 2
-
-    def put() -> None:
-        assert folder is not None  # lives as long as this function
-        with environment.begin(write=True) as transaction:
-            transaction.put(_key(next(number) % keys), value)
-
-    return put
 
 
 # ---- reading -----------------------------------------------------------------------------------
@@ -161,12 +142,21 @@ def _reads() -> list[Row]:
 def _read_rows(nbytes: int, figures: dict[str, float]) -> list[Row]:
     size = f"{nbytes >> 10} KiB"
     hit_ns = figures["hit_ns"]
-    if "lmdb_ns" in figures:
-        ratio, peer = hit_ns / figures["lmdb_ns"], f"LMDB get ({figures['lmdb_ns']:.0f} ns)"
-    else:
-        ratio, peer = hit_ns / figures["dict_ns"], f"dict and frombuffer ({figures['dict_ns']:.0f})"
+    peers_ns = {
+        name.removesuffix("_get_ns"): ns for name, ns in figures.items() if name.endswith("_get_ns")
+    }
     rows = [
-        Row(f"lookup + view + release, {size}", hit_ns, "ns", peer, ratio, "1,000 ns"),
+        Row(
+            f"lookup + view + release, {size}",
+            hit_ns,
+            "ns",
+            f"{peer} ({peer_ns:,.0f} ns)",
+            hit_ns / peer_ns,
+            "1,000 ns",
+        )
+        for peer, peer_ns in peers_ns.items()
+    ]
+    rows += [
         Row(f"first touch of a leased page, cold process, {size}", figures["cold_us"], "us"),
     ]
     if nbytes == _SIZES[0]:

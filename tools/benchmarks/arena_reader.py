@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import functools
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
+from peers import Peer, peers
 from rows import median_ns
 
 import shmcache as sc
@@ -76,10 +74,16 @@ def _calls(pool: sc.CacheResidencyPool, count: int, nbytes: int) -> dict[str, fl
         "hit_ns": median_ns(hit, calls=20_000),
         "bare_ns": median_ns(bare, calls=20_000),
         "miss_ns": median_ns(lambda: pool.lookup(b"absent" + bytes(26)), calls=20_000),
-        "dict_ns": _dict_ns(keys, nbytes),
+        "dict and frombuffer_get_ns": _dict_ns(keys, nbytes),
     }
-    if (get := _lmdb_get(keys, nbytes)) is not None:
-        figures["lmdb_ns"] = median_ns(get, calls=5_000)
+    with peers(nbytes) as found:
+        for peer in found:
+            for key in keys:
+                peer.put(key, bytes(nbytes))
+            get = functools.partial(_get_next, peer, keys, numbers)
+            figures[f"{peer.name} get_get_ns"] = median_ns(
+                get, calls=max(20, (64 << 20) // nbytes), rounds=3
+            )
     return figures
 
 
@@ -91,24 +95,8 @@ def _dict_ns(keys: list[bytes], nbytes: int) -> float:
     )
 
 
-def _lmdb_get(keys: list[bytes], nbytes: int) -> Callable[[], Any] | None:
-    """A zero-copy get of LMDB as an array, in a read transaction that stays open."""
-    if importlib.util.find_spec("lmdb") is None:
-        return None
-    lmdb = importlib.import_module("lmdb")
-    folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-lmdb-")
-    environment = lmdb.open(folder.name, map_size=256 << 20, sync=False)
-    with environment.begin(write=True) as transaction:
-        for key in keys:
-            transaction.put(key, bytes(nbytes))
-    numbers = iter(range(1 << 60))
-
-    def get() -> Any:
-        assert folder is not None
-        with environment.begin(buffers=True) as transaction:
-            return np.frombuffer(transaction.get(keys[next(numbers) % len(keys)]), np.uint8)
-
-    return get
+def _get_next(peer: Peer, keys: list[bytes], numbers: Iterator[int]) -> None:
+    peer.get(keys[next(numbers) % len(keys)])
 
 
 def _hammer(pool: sc.CacheResidencyPool, count: int, nbytes: int) -> int:
