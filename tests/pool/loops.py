@@ -35,20 +35,15 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = PAT
 
 async def begin(pool: CacheResidencyPool, usage: CachePoolUsage = ONE) -> asyncio.Task[Any]:
     """A task that waits, and that the watcher has tried in vain."""
-    before = tried_here()
+    before = set(_waiters())
     task = asyncio.create_task(pool.reserve_async(usage))
-    await until(lambda: tried_here() > before, "it waits")
+    await until(lambda: any(w.looked for w in set(_waiters()) - before), "it waits")
     return task
 
 
 def waiting_here() -> int:
     """How many coroutines the watcher of this process knows of."""
     return len(_waiters())
-
-
-def tried_here() -> int:
-    """How many of them were refused after a sweep."""
-    return sum(waiter.looked for waiter in _waiters())
 
 
 def _waiters() -> list[watcher.Waiter]:
