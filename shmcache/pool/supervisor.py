@@ -105,10 +105,18 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop, wait for the watching thread of a `with` block, and let go of the pool."""
         self.stop()
         if self._thread is not None:
             self._thread.join()
         self._pool.close()
+
+    def sweep_soon(self) -> None:
+        """A process is known to have died: the next turn sweeps. Any thread, without waiting."""
+        self._swept_at = 0.0
 
     def stop(self) -> None:
         """Ask the watching thread to end after its present turn; safe in a signal handler."""

@@ -121,28 +121,34 @@ class ModelServer:
         return PagedCacheOptions(self._block_tokens, room, 0, 1)
 
 
-def create_serving_pool(
-    name: str,
+def serving_pool_sizes(
     shape: DecoderShape,
     *,
     servers: int,
     tokens_max: int,
     arena_bytes: int,
     block_tokens: int = STEP_TOKENS,
-) -> CacheResidencyPool:
-    """A pool for so many servers at once, their sequences being no longer than `tokens_max`.
+) -> tuple[CachePoolLimits, dict[str, int]]:
+    """Limits and options of a pool for so many servers at once, with sequences up to `tokens_max`.
 
     Blocks are as large as all layers that see equally far need.
-    Errors: as `CacheResidencyPool.create`.
     """
     private = servers * sequence_bytes(shape, block_tokens, tokens_max)
-    return CacheResidencyPool.create(
-        name,
-        CachePoolLimits(private, arena_bytes, private, 0),
-        arena_bytes=arena_bytes,
-        block_bytes_max=sequence_bytes(shape, block_tokens, block_tokens),
-        owners_max=2 * servers + 2,  # the dead among them, until somebody sweeps
-    )
+    options = {
+        "arena_bytes": arena_bytes,
+        "block_bytes_max": sequence_bytes(shape, block_tokens, block_tokens),
+        "owners_max": 2 * servers + 2,  # the dead among them, until somebody sweeps
+    }
+    return CachePoolLimits(private, arena_bytes, private, 0), options
+
+
+def create_serving_pool(name: str, shape: DecoderShape, **sizes: int) -> CacheResidencyPool:
+    """A pool of the sizes that `serving_pool_sizes` works out.
+
+    Errors: as `CacheResidencyPool.create`.
+    """
+    limits, options = serving_pool_sizes(shape, **sizes)
+    return CacheResidencyPool.create(name, limits, **options)
 
 
 def sequence_bytes(shape: DecoderShape, block_tokens: int, tokens: int) -> int:
