@@ -78,6 +78,7 @@ from shmcache.policy.state_kinds import (
     StateTensorRole,
 )
 from shmcache.policy.topology import LayerRange, PromptCacheStateSegment, PromptCacheTopology
+from shmcache.pool.admission import Admission
 from shmcache.pool.arena import (
     ArenaClass,
     ArenaHolding,
@@ -186,6 +187,7 @@ __all__ = [
     "PROMPT_CACHE_GENERATIONS_DIRECTORY",
     "PROMPT_CACHE_SCHEMA_VERSION",
     "SNAPSHOT_VERSION",
+    "Admission",
     "ArenaClass",
     "ArenaHolding",
     "ArenaHostMemory",

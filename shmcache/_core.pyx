@@ -14,14 +14,15 @@ Fork        The first use of an inherited attachment opens the segment anew, as 
 Errors      One table: a status without an entry is a mistake that a test finds.
 
 core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/telling.pxi what
-sessions tell all processes, core/tokens.pxi the tokens, core/arena.pxi what an attachment does in
-the arena, core/leases.pxi what that hands out, core/sections.pxi locks for what is above.
+sessions tell all processes, core/watching.pxi the sleep of who waits for several pools,
+core/tokens.pxi the tokens, core/arena.pxi what an attachment does in the arena, core/leases.pxi
+what that hands out, core/sections.pxi locks for what is above.
 """
 cimport cython
 cimport numpy as cnp
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uint64_t, UINT32_MAX
+from libc.stdint cimport int64_t, uint32_t, uint64_t, UINT32_MAX
 from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcpy, memset
 from cpython.buffer cimport (
@@ -253,6 +254,7 @@ def problem_texts():
 
 include "core/sections.pxi"
 include "core/attachment.pxi"
+include "core/watching.pxi"
 include "core/telling.pxi"
 
 cdef class Arena(Attachment)  # in arena.pxi; what it hands out comes first

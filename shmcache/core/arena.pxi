@@ -266,17 +266,21 @@ cdef class Arena(Attachment):
         `manager` is who the block is attributed to. The bytes are whatever they were.
         """
         deadline_ns = 0 if timeout is _AT_ONCE else self._deadline_ns(timeout)
-        answer = self._allocate_now(nbytes, manager, reservation)
+        answer = self._allocate_now(nbytes, manager, reservation, False)
         if type(answer) is Block:
             return answer
         return self._allocate_patiently(nbytes, manager, reservation, deadline_ns, answer)
 
     def _allocate_once(self, nbytes, manager, reservation):
         """One attempt: the block, or the refusal as a value; other errors are raised."""
-        return self._allocate_now(nbytes, manager, reservation)
+        return self._allocate_now(nbytes, manager, reservation, False)
+
+    def _allocate_at_once(self, nbytes, manager, reservation):
+        """The same without waiting for the lock: None when it is taken."""
+        return self._allocate_now(nbytes, manager, reservation, True)
 
     cdef object _allocate_now(self, object nbytes, object manager,
-                              CachePoolReservation reservation):
+                              CachePoolReservation reservation, bint at_once):
         cdef shmc_request request
         cdef int status
         memset(&request, 0, sizeof(request))
@@ -296,7 +300,9 @@ cdef class Arena(Attachment):
         cdef Block block = Block.__new__(Block)  # made before it is needed
         status = SHMC_MORE
         while status == SHMC_MORE:
-            status = self._run_for_token(&request)
+            status = self._run_for_token(&request, at_once)
+        if status == SHMC_BUSY:
+            return None
         if status == SHMC_OK:
             block._one = request.lease
             block._capacity = request.capacity

@@ -75,14 +75,19 @@ cdef class Attachment:
 
     # -- requests
 
-    cdef int _run(self, shmc_request *request) except -1:
-        """Perform the request; returns its status. Raises for a closed handle or a held lock."""
+    cdef int _run(self, shmc_request *request, bint at_once=False) except -1:
+        """Perform the request; returns its status. Raises for a closed handle or a held lock.
+
+        With `at_once` a held lock is the status BUSY.
+        """
         cdef int status
         if self._closed:
             raise SegmentError.Closed(self.name)
         if self._pending_count:
             self._drain()
         status = shmc_perform(self._handle, request, 0)
+        if status == SHMC_BUSY and at_once:
+            return status
         if status == SHMC_BUSY or status == SHMC_FORKED or status == SHMC_NOT_JOINED:
             status = self._run_slowly(request, status)
             if status == SHMC_BUSY:
@@ -140,7 +145,8 @@ cdef class Attachment:
             raise SegmentError.Closed(self.name)
         return self._era
 
-    cdef object _lock_held(self):
+    def _lock_held(self):
+        """The error that names who holds the lock."""
         cdef int tid = shmc_lock_holder(self._handle)
         pid, state = tid, "unknown"
         try:
@@ -244,13 +250,13 @@ cdef class Attachment:
         self._pending_room = room
         return 0
 
-    cdef int _run_for_token(self, shmc_request *request) except -1:
+    cdef int _run_for_token(self, shmc_request *request, bint at_once=False) except -1:
         """Perform what makes a token. It is counted before: other threads may keep room as well."""
         cdef int status = SHMC_BUSY
         self._keep_room()
         self._tokens += 1
         try:
-            status = self._run(request)
+            status = self._run(request, at_once)
         finally:
             if status != SHMC_OK:
                 self._tokens -= 1
@@ -362,7 +368,7 @@ cdef class Attachment:
         bounds the wait for the lock itself is LockHeld, after 10 s.
         """
         deadline_ns = 0 if timeout is _AT_ONCE else self._deadline_ns(timeout)
-        token = self._reserve_now(usage)
+        token = self._reserve_now(usage, False)
         if type(token) is CachePoolReservation:
             return token
         return self._reserve_patiently(usage, deadline_ns, token)
@@ -374,18 +380,24 @@ cdef class Attachment:
 
     def _reserve_once(self, usage):
         """One admission: the token, or the refusal as a value; other errors are raised."""
-        return self._reserve_now(usage)
+        return self._reserve_now(usage, False)
 
-    cdef object _reserve_now(self, object usage):
+    def _reserve_at_once(self, usage):
+        """The same without waiting for the lock: None when it is taken."""
+        return self._reserve_now(usage, True)
+
+    cdef object _reserve_now(self, object usage, bint at_once):
         cdef shmc_request request
         request.operation = SHMC_OP_RESERVE
         _read_usage(usage, request.usage)
         # Made before it is needed: nothing may fail between an admission and its token.
         cdef CachePoolReservation token = CachePoolReservation.__new__(CachePoolReservation)
-        cdef int status = self._run_for_token(&request)
+        cdef int status = self._run_for_token(&request, at_once)
         if status == SHMC_OK:
             token._hold(self, &request)
             return token
+        if status == SHMC_BUSY:
+            return None
         error = _error(self, status, &request)
         if status == SHMC_BUDGET_EXCEEDED or status == SHMC_RESERVATIONS_FULL:
             return error
@@ -665,6 +677,11 @@ cdef class Attachment:
             if self._waiting == 0 and not self._closed:
                 shmc_waiter_set(self._handle, False)
 
+    def _release_count(self):
+        """The release counter as it is now."""
+        self._ready()
+        return shmc_release_counter(self._handle)
+
     def _wait_release(self, uint32_t seen, uint64_t wait_ns):
         """Sleep until a release after `seen`, at most `wait_ns`; returns the counter."""
         cdef uint32_t era = self._era
@@ -713,6 +730,7 @@ cdef class Attachment:
         if shmc_is_mine(self._handle):
             self._check_closable()
         self._closed = True
+        shmc_ring()  # who waits for several pools is a call in flight, too
         try:
             while self._calls and shmc_is_mine(self._handle):  # they see _closed at the next slice
                 time.sleep(0.001)

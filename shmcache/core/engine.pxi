@@ -332,3 +332,8 @@ cdef extern from "shmc.h" nogil:
     void shmc_waiter_set(shmc_handle *handle, bint waiting)
     uint32_t shmc_release_counter(const shmc_handle *handle)
     void shmc_wait_release(shmc_handle *handle, uint32_t seen, uint64_t wait_ns)
+    void shmc_ring()
+    uint32_t shmc_rung()
+    void shmc_wait_any(
+        shmc_handle **handles, const uint32_t *seen, uint32_t count, uint32_t rung,
+        uint64_t wait_ns)

@@ -13,6 +13,7 @@
 #include "internal.h"
 
 #define DRAIN_PIECES_MAX 16u
+#define BLIND_WAIT_NS    5000000u /* of one thread for more pools than the kernel can wait for */
 
 static bool needs_owner(enum shmc_operation operation)
 {
@@ -155,20 +156,24 @@ static bool any_waiter(const struct shmc_handle *handle)
     return bits != 0;
 }
 
-static bool gives_back(const struct shmc_request *request)
+/* Whether room may have come about. An attempt that found none, and freed nothing, wakes nobody:
+ * who waits makes them, and would wake itself for ever. */
+static bool gives_back(const struct shmc_request *request, enum shmc_status status, bool freed)
 {
     switch (request->operation) {
+    case SHMC_OP_ALLOCATE:
+        return status == SHMC_OK || freed;
+    case SHMC_OP_EVICT:
+        return freed;
     case SHMC_OP_UPDATE:
     case SHMC_OP_RELEASE_MANAGER:
     case SHMC_OP_RELEASE_RESERVATION:
     case SHMC_OP_PUBLISH_AND_RELEASE:
     case SHMC_OP_RECLAIM_STEP:
-    case SHMC_OP_ALLOCATE:
     case SHMC_OP_PUBLISH:
     case SHMC_OP_DISCARD:
     case SHMC_OP_INVALIDATE:
     case SHMC_OP_PROTECT: /* or its end: the block can be evicted again */
-    case SHMC_OP_EVICT:
     case SHMC_OP_RELEASE_CLAIM:
         return true;
     default:
@@ -254,15 +259,17 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
         leave(handle, request);
         return status;
     }
+    uint64_t used_blocks = handle->control->used_blocks;
     status = admission(handle, request->operation);
     if (status == SHMC_OK)
         status = dispatch(handle, request);
+    bool freed = handle->control->used_blocks < used_blocks;
     if (status == SHMC_CORRUPT) {
         shmc_poison(handle);
         status = SHMC_POISONED;
     }
     leave(handle, request);
-    if (gives_back(request))
+    if (gives_back(request, status, freed))
         shmc_wake_waiters(handle);
     return status;
 }
@@ -290,6 +297,38 @@ void shmc_wait_release(struct shmc_handle *handle, uint32_t seen, uint64_t wait_
 {
     if (shmc_is_mine(handle))
         shmc_os_futex_wait(&handle->gate->release_counter, seen, wait_ns);
+}
+
+/* ---- waiting for many pools at once ---------------------------------------------------------- */
+
+static uint32_t doorbell; /* of this process: how often it was rung */
+
+void shmc_ring(void)
+{
+    shmc_add32_seq_cst(&doorbell, 1);
+    shmc_os_futex_wake_all(&doorbell);
+}
+
+uint32_t shmc_rung(void)
+{
+    return shmc_load32_acquire(&doorbell);
+}
+
+void shmc_wait_any(struct shmc_handle *const *handles, const uint32_t *seen, uint32_t count,
+                   uint32_t rung, uint64_t wait_ns)
+{
+    struct shmc_futex words[SHMC_FUTEXES_MAX] = {{.word = &doorbell, .seen = rung}};
+    uint32_t words_count = 1;
+    for (uint32_t k = 0; k < count && words_count < SHMC_FUTEXES_MAX; k++)
+        if (shmc_is_mine(handles[k]))
+            words[words_count++] =
+                (struct shmc_futex){.word = &handles[k]->gate->release_counter, .seen = seen[k]};
+    bool whole = count < SHMC_FUTEXES_MAX;
+    if (!whole && wait_ns > BLIND_WAIT_NS)
+        wait_ns = BLIND_WAIT_NS;
+    if (shmc_os_futex_wait_any(words, words_count, wait_ns))
+        return;
+    shmc_os_futex_wait(&doorbell, rung, wait_ns < BLIND_WAIT_NS ? wait_ns : BLIND_WAIT_NS);
 }
 
 /* ---- names of statuses, for the binding and for people ------------------------------------------

@@ -68,6 +68,18 @@ void shmc_os_close(int fd);
 void shmc_os_futex_wait(uint32_t *word, uint32_t seen, uint64_t wait_ns);
 void shmc_os_futex_wake_all(uint32_t *word);
 
+/* A futex, and the value that it must have for anybody to sleep on it. */
+struct shmc_futex {
+    uint32_t *word;
+    uint32_t seen;
+};
+
+#define SHMC_FUTEXES_MAX 128u /* the kernel's limit of one call */
+
+/* Sleeps until one is woken or differs, at most wait_ns. False, at once, where the kernel cannot
+ * wait for several (before Linux 5.16, or forbidden). */
+bool shmc_os_futex_wait_any(const struct shmc_futex *futexes, uint32_t count, uint64_t wait_ns);
+
 /* A second open file description of the file behind fd, close-on-exec; -1 on failure. */
 int shmc_os_reopen(int fd);
 /* OFD write lock on one byte; false when taken or impossible. Lives until every copy of fd is

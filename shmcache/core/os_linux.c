@@ -35,6 +35,9 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
+#define SYS_FUTEX_WAITV  449 /* on every architecture but Alpha */
+#define FUTEX_OF_32_BITS 0x02
+
 #define PIDFS_MAGIC            0x50494446
 #define PATH_BYTES             64
 #define STAT_BYTES             1024
@@ -217,6 +220,30 @@ void shmc_os_futex_wait(uint32_t *word, uint32_t seen, uint64_t wait_ns)
 void shmc_os_futex_wake_all(uint32_t *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
+}
+
+bool shmc_os_futex_wait_any(const struct shmc_futex *futexes, uint32_t count, uint64_t wait_ns)
+{
+    struct {
+        uint64_t value;
+        uint64_t address;
+        uint32_t flags;
+        uint32_t reserved;
+    } waiters[SHMC_FUTEXES_MAX]; /* struct futex_waitv, which older headers lack */
+    memset(waiters, 0, sizeof waiters);
+    for (uint32_t k = 0; k < count; k++) {
+        waiters[k].value = futexes[k].seen;
+        waiters[k].address = (uintptr_t)futexes[k].word;
+        waiters[k].flags = FUTEX_OF_32_BITS;
+    }
+    struct timespec end;
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    uint64_t end_ns = (uint64_t)end.tv_nsec + wait_ns;
+    end.tv_sec += (time_t)(end_ns / NS_PER_S);
+    end.tv_nsec = (long)(end_ns % NS_PER_S);
+    if (syscall(SYS_FUTEX_WAITV, waiters, count, 0, &end, CLOCK_MONOTONIC) >= 0)
+        return true;
+    return errno == EAGAIN || errno == EINTR || errno == ETIMEDOUT;
 }
 
 /* ---- locks on bytes of the segment file ---------------------------------------------------- */

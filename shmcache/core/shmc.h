@@ -489,4 +489,13 @@ uint32_t shmc_release_counter(const struct shmc_handle *handle);
 /* Sleeps until the counter differs from seen, or wait_ns passed. */
 void shmc_wait_release(struct shmc_handle *handle, uint32_t seen, uint64_t wait_ns);
 
+/* This process's doorbell, for the one thread that waits for many pools: ring it when that thread
+ * must look at something else. The handles may not be closed meanwhile. */
+void shmc_ring(void);
+uint32_t shmc_rung(void);
+/* Sleeps until one pool's counter differs from its seen, or the doorbell from rung, or wait_ns
+ * passed. Where the kernel cannot wait for that many, it returns a little later than it could. */
+void shmc_wait_any(struct shmc_handle *const *handles, const uint32_t *seen, uint32_t count,
+                   uint32_t rung, uint64_t wait_ns);
+
 #endif

@@ -16,6 +16,7 @@ Cost        docs/performance.md.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable
 from functools import partial
@@ -26,6 +27,7 @@ import numpy as np
 
 from shmcache import _core, bounds
 from shmcache.errors import CachePoolError, SegmentError
+from shmcache.pool.admission import Admission, admitted
 from shmcache.pool.values import CachePoolResource
 from shmcache.pool.waiting import deadline_ns, patiently
 
@@ -182,6 +184,43 @@ class ArenaPool(_core.Arena):
             raise self._named(refusal)
         finally:
             del refusal  # an error must not keep the frame that keeps it
+
+    def allocate_async(
+        self,
+        nbytes: int,
+        *,
+        manager: int | None = None,
+        reservation: _core.CachePoolReservation | None = None,
+        timeout: float | None = None,
+    ) -> Admission[_core.Block]:
+        """`allocate` for an event loop: `await` the block, or `async with` it.
+
+        Waits up to `timeout` seconds, None: until it is cancelled. All else as `reserve_async`;
+        at the end of `async with` a block that was published stays published.
+        """
+        return Admission(self._allocate_in_loop(nbytes, manager, reservation, timeout))
+
+    async def _allocate_in_loop(
+        self,
+        nbytes: int,
+        manager: int | None,
+        reservation: _core.CachePoolReservation | None,
+        timeout: float | None,
+    ) -> _core.Block:
+        until_ns = deadline_ns(timeout)
+        if until_ns == 0 or nbytes > self.limits.host_bytes:
+            return self.allocate(nbytes, manager=manager, reservation=reservation)
+        block: _core.Block = await admitted(
+            self,
+            ("allocate", nbytes, manager, id(reservation)),
+            partial(self._allocate_at_once, nbytes, manager, reservation),
+            until_ns,
+            named=self._named_again,
+        )
+        return block
+
+    def _named_again(self, refusal: Refusal) -> Refusal:
+        return copy.copy(self._named(refusal))
 
     def _named(self, refusal: Refusal) -> Refusal:
         """The refusal, with the names of those who hold the arena."""

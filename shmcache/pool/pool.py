@@ -29,6 +29,7 @@ from typing import Any, Self
 from shmcache import _core
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool import names, segment
+from shmcache.pool.admission import Admission, admitted
 from shmcache.pool.dump import DumpHeader, write_dump
 from shmcache.pool.host import host_errors
 from shmcache.pool.live_files import LiveFilesPool, decoded
@@ -49,7 +50,7 @@ from shmcache.pool.values import (
     CachePoolResource,
     CachePoolUsage,
 )
-from shmcache.pool.waiting import patiently
+from shmcache.pool.waiting import deadline_ns, patiently
 from shmcache.telemetry import CacheResidencyTotals, ProcessSample, sample_process_of
 from shmcache.telemetry.shared import totals_told
 
@@ -252,6 +253,34 @@ class CacheResidencyPool(LiveFilesPool):
             raise refusal
         finally:
             del refusal  # an error must not keep the frame that keeps it
+
+    def reserve_async(
+        self, usage: CachePoolUsage, *, timeout: float | None = None
+    ) -> Admission[_core.CachePoolReservation]:
+        """`reserve` for an event loop: `await` the token, or `async with` it.
+
+        Waits up to `timeout` seconds, None: until it is cancelled. Whatever ends the waiting, what
+        was admitted for it is given back. No thread per waiter: one of the process tries for all.
+        Equal requests are admitted in the order in which they came. LockHeld, Retired, Poisoned
+        and Closed are raised while it waits, as soon as they are seen.
+        """
+        return Admission(self._reserve_in_loop(usage, timeout))
+
+    async def _reserve_in_loop(
+        self, usage: CachePoolUsage, timeout: float | None
+    ) -> _core.CachePoolReservation:
+        until_ns = deadline_ns(timeout)
+        if until_ns == 0 or type(usage) is not CachePoolUsage or _never_fits(usage, self.limits):
+            return self.reserve(usage)  # refuses, or raises what is wrong
+
+        def attempt() -> _core.CachePoolReservation | CachePoolError | SegmentError | None:
+            answer = self._reserve_at_once(usage)
+            if isinstance(answer, CachePoolError) and self._make_host_room(answer):
+                answer = self._reserve_at_once(usage)
+            return answer
+
+        token: _core.CachePoolReservation = await admitted(self, usage, attempt, until_ns)
+        return token
 
     # -- telemetry
 

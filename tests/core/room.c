@@ -83,6 +83,34 @@ TEST(the_end_of_a_protection_wakes_who_waits_for_room)
     EXPECT(shmc_release_counter(pool) != seen);
 }
 
+/* Who waits makes such attempts at each look: it would be woken by itself. */
+TEST(an_attempt_in_vain_wakes_nobody)
+{
+    struct shmc_handle *pool = new_arena(1);
+    MUST(allocate(pool, MIB));
+    struct shmc_lease first = last.lease;
+    while (allocate(pool, MIB) == SHMC_OK)
+        ;
+    shmc_waiter_set(pool, true);
+    uint32_t seen = shmc_release_counter(pool);
+    EXPECT(allocate(pool, MIB) != SHMC_OK);
+    evict(pool, MIB);
+    EXPECT_EQ(seen, shmc_release_counter(pool));
+    MUST(discard(pool, first));
+    EXPECT(shmc_release_counter(pool) != seen);
+}
+
+TEST(an_eviction_wakes_who_waits_for_room)
+{
+    struct shmc_handle *pool = new_arena(1);
+    struct shmc_lease lease = store(pool, 1, MIB);
+    shmc_release(pool, &lease, 1);
+    shmc_waiter_set(pool, true);
+    uint32_t seen = shmc_release_counter(pool);
+    evict(pool, MIB);
+    EXPECT(shmc_release_counter(pool) != seen);
+}
+
 TEST(a_slab_with_lost_blocks_is_damage_and_no_endless_work)
 {
     struct shmc_handle *pool = new_arena(1);
