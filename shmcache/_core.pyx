@@ -16,7 +16,7 @@ Errors      One table: a status without an entry is a mistake that a test finds.
 core/engine.pxi declares the engine, core/attachment.pxi is the attachment, core/telling.pxi what
 sessions tell all processes, core/watching.pxi the sleep of who waits for several pools,
 core/tokens.pxi the tokens, core/arena.pxi what an attachment does in the arena, core/leases.pxi
-what that hands out.
+what that hands out, core/sections.pxi locks for what is above.
 """
 cimport cython
 cimport numpy as cnp
@@ -34,12 +34,14 @@ from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF
 
+import collections
 import os
+import threading
 import time
 import types
 
 from shmcache.bounds import LOCK_DEADLINE_NS, LOCK_SLICE_NS, u64
-from shmcache.errors import CachePoolError, SegmentError
+from shmcache.errors import CachePoolError, CacheResidencyError, ContractError, SegmentError
 
 include "core/engine.pxi"
 
@@ -250,6 +252,7 @@ def problem_texts():
             for kind in range(SHMC_PROBLEM_KINDS)]
 
 
+include "core/sections.pxi"
 include "core/attachment.pxi"
 include "core/watching.pxi"
 include "core/telling.pxi"

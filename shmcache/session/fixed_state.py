@@ -149,7 +149,8 @@ class FixedState:
     def put(self, position: int, states: States) -> bool:
         """Publish the state after `position` tokens; whether it is in the pool now.
 
-        Errors: ArrayMismatch; ValueError for a position that has no name.
+        Errors: ArrayMismatch; ValueError for a position that has no name; what the engine's copy
+        raises.
         """
         core, sharing = self._core, self._sharing
         row, size = self._row(), sharing.block_tokens
@@ -173,6 +174,9 @@ class FixedState:
         except (CachePoolError, SegmentError):  # no room
             sharing.refused += 1
             return False
+        except Exception:  # an engine's, which told what to copy
+            sharing.refused += 1
+            raise
         sharing.published += 1
         return True
 
@@ -180,7 +184,10 @@ class FixedState:
         core, row = self._core, self._row()
         row.present(room)[:] = [array is not None for array in given]
         pairs = zip(row.arrays(room, position), given, strict=True)
-        targets, sources = zip(*(pair for pair in pairs if pair[1] is not None), strict=True)
+        there = [pair for pair in pairs if pair[1] is not None]
+        if not there:
+            return
+        targets, sources = zip(*there, strict=True)
         with core.lock:
             operation = core.backend.copy_to_host(
                 self._id(position), core.next_operation(), sources, HostCopy(targets, LEASED, 0)

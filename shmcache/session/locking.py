@@ -10,91 +10,36 @@ Concurrency: `later` never waits. Calls run with the lock held and must not wait
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
-from shmcache.errors import CacheResidencyError, ContractError
+from shmcache._core import SectionLock
 
 _log = logging.getLogger(__name__)
 
-_forks = 0
+_RECOUNTS_MAX = 8  # interrupted ones; a handler that raises more often is a broken one
 
 
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-# Not a comparison of pids: that is a system call each time this lock is taken.
-os.register_at_fork(after_in_child=_count_fork)
-
-
-class SessionLock:
+class SessionLock(SectionLock):
     """A context manager; not reentrant.
 
     `recount` is called when a section was cut short by anything but an error of a contract: it must
     make the books true again. If it fails, every later section raises `ManagerPoisoned`.
+    Errors: RuntimeError in a forked child.
     """
 
     def __init__(self, recount: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._late: deque[Callable[[], None]] = deque()
         self._recount = recount
-        self._poisoned = False
-        self._born = _forks
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is a forked child's copy, which owns nothing."""
-        return self._born != _forks
 
     def check_process(self) -> None:
         """Errors: RuntimeError in a forked child."""
         if self.is_foreign:
             raise RuntimeError("this session belongs to the parent process: make one after fork")
 
-    def __enter__(self) -> None:
-        if self._born != _forks:
-            self.check_process()
-        self._lock.acquire()
-        if self._poisoned:
-            self._lock.release()
-            raise CacheResidencyError.ManagerPoisoned
-        if self._late:
-            self._run_late()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is not None and not issubclass(kind, ContractError):
-                self._make_true()
-            if self._late:
-                self._run_late()
-        finally:
-            self._lock.release()
-        if self._late:
-            self._run_if_free()
-
     def later(self, call: Callable[[], None]) -> None:
         """Run `call` under the lock, now if it is free, else when it is released. Never waits."""
         if not self.is_foreign:
             self._late.append(call)
             self._run_if_free()
-
-    def _run_if_free(self) -> None:
-        # Whoever holds the lock looks at the list after releasing it, so nothing is forgotten.
-        while self._late and self._lock.acquire(blocking=False):
-            try:
-                self._run_late()
-            finally:
-                self._lock.release()
 
     def _run_late(self) -> None:
         while self._late:
@@ -103,10 +48,18 @@ class SessionLock:
                 call()
             except Exception:  # noqa: BLE001 (it is nobody's call: there is no one to tell)
                 _log.exception("a session could not carry out what a finalizer left to it")
+            except BaseException:  # a signal handler's: the call may be half done
+                self._make_true()
+                raise
 
     def _make_true(self) -> None:
-        try:
-            self._recount()
-        except Exception:  # noqa: BLE001 (the error that cut the section short is raised)
-            _log.exception("a session could not recount after an interruption")
-            self._poisoned = True
+        for _ in range(_RECOUNTS_MAX):
+            try:
+                self._recount()
+                return
+            except Exception:  # noqa: BLE001 (the error that cut the section short is raised)
+                _log.exception("a session could not recount after an interruption")
+                break
+            except BaseException:  # noqa: BLE001 (a second one: the first is on its way up)
+                continue
+        self._poisoned = True

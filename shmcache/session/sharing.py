@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from shmcache._core import Block, Claim, Lease
+from shmcache._core import Attempt, Block, Claim, Lease
 from shmcache.errors import CachePoolError, CacheResidencyError, SegmentError
 from shmcache.policy.identity import CacheBlockId
 from shmcache.policy.prefix_keys import Tokens, token_ids
@@ -159,6 +159,8 @@ class Sharing:
             if number != layer and other > end:
                 self._stale[number] = min(self._stale.get(number, end), end)
         self.tokens = self.tokens[:end]
+        if self.states is not None and self.states.position > end:
+            self.states.block = None  # of tokens that are no more
         for row in self.rows:
             row.keys = row.keys[: end // self.block_tokens]
         self._refused.clear()
@@ -206,16 +208,13 @@ class Sharing:
         """Publish a block that must leave the device, unless the session grows or shrinks now;
         without the lock. It is tried once.
         """
-        if not self._core.order.acquire(blocking=False):
-            with self._core.lock:
-                self._give_up(id)
-            return
-        try:
-            self._share(id)
-        finally:
-            with self._core.lock:
-                self._give_up(id)
-            self._core.order.release()
+        with Attempt(self._core.order) as taken:
+            try:
+                if taken:
+                    self._share(id)
+            finally:
+                with self._core.lock:
+                    self._give_up(id)
 
     def _give_up(self, id: CacheBlockId) -> None:
         found = self._named(id)
@@ -229,26 +228,60 @@ class Sharing:
             return
         group, index = found
         lease = None
-        with core.lock:
-            records = self._whole(group, index)
-            if records is None:
-                return
-            present = core.pool.contains(group.keys[index])
-            if not present:
-                for record in records:
-                    core.acquire(record.id)
-        if present:
-            self.present += 1
-        else:
-            try:
+        leased: list[BlockRecord] = []
+        try:
+            with core.lock:
+                records = self._whole(group, index)
+                if records is None:
+                    return
+                present = core.pool.contains(group.keys[index])
+                if not present:
+                    self._hold(records)
+                    leased = [*records]  # no call: nothing gets between
+            if present:
+                self.present += 1
+            else:
                 lease = self._publish(group, index, records)
-            finally:
+        finally:
+            if leased:
                 with core.lock:
-                    for record in records:
-                        core.lifecycle.release(record.id)
-                        core.victims.touch(record.id)
+                    try:
+                        self._let_go(leased)
+                    except BaseException:
+                        self._let_go(leased)  # what is left of them
+                        raise
         if core.backend.reads_host:
             self._read_shared(group, index, records, lease)
+
+    def _hold(self, records: list[BlockRecord]) -> None:
+        """Lease all, or none if a signal handler raises; with the lock held."""
+        count = self._core.lifecycle.lease_count
+        before = [count(record.id) for record in records]
+        try:
+            for record in records:
+                self._core.acquire(record.id)
+        except BaseException:
+            for record, held in zip(records, before, strict=True):
+                while count(record.id) > held:
+                    self._core.lifecycle.release(record.id)
+            raise
+
+    def _let_go(self, leased: list[BlockRecord]) -> None:
+        """End the leases of `_hold`; with the lock held. If a signal handler raises in the middle,
+        the rest are left in the list.
+        """
+        count, release = self._core.lifecycle.lease_count, self._core.lifecycle.release
+        while leased:
+            id = leased[-1].id
+            before = count(id)
+            try:
+                release(id)
+            except BaseException:
+                if count(id) < before:
+                    del leased[-1]
+                raise
+            del leased[-1]
+            self._core.victims.touch(id)
 
     def _publish(self, group: SharedGroup, index: int, records: list[BlockRecord]) -> Lease | None:
         """Copy a block of all layers and publish it; None when that was refused."""

@@ -19,7 +19,7 @@ from shmcache import (
 from shmcache.pool.values import CachePoolLimits
 from shmcache.session.session import CacheSession
 from tests.session.prompt_engine import IDS, Engine, sharing
-from tests.session.test_sharing import HYBRID, states
+from tests.session.test_shared_states import HYBRID, states
 
 
 @pytest.fixture
