@@ -21,8 +21,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -90,41 +91,75 @@ def pool_settings() -> PoolSettings:
         raise ValueError(f"{ENVIRONMENT} is not what use_pool() writes: {error}") from error
 
 
-class _Current:
-    """This process's handle. The lock is made anew in a forked child, where its holder is gone."""
+class PoolSource(Protocol):
+    """What opens a pool: `PoolSettings`, or another module's way to say which one."""
+
+    @property
+    def name(self) -> str:
+        """Of the pool."""
+
+    def open(self) -> CacheResidencyPool:
+        """A handle of this process."""
+
+
+class _Handles:
+    """This process's handles by name; a forked child's first use of one attaches it by itself.
+
+    The lock is made anew in a forked child, where its holder is gone.
+    """
 
     def __init__(self) -> None:
-        self.pool: CacheResidencyPool | None = None
-        self.lock = threading.Lock()
+        self.pools: dict[str, CacheResidencyPool] = {}
+        self.told: PoolSource | None = None  # in this process, before the environment
+        self.left_at_exit = 0  # the process that will leave
+        self.lock = threading.RLock()  # a signal handler may ask, too
 
     def renew_lock(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
 
-_current = _Current()
-os.register_at_fork(after_in_child=_current.renew_lock)
+_handles = _Handles()
+os.register_at_fork(after_in_child=_handles.renew_lock)
+
+
+def this_process(source: PoolSource) -> CacheResidencyPool:
+    """This process's one handle on the pool, opened when there is none that can be used."""
+    with _handles.lock:
+        _leave_at_exit()
+        pool = _handles.pools.get(source.name)
+        if pool is None or not _usable(pool):
+            if pool is not None:
+                _let_go(pool)
+            _handles.pools[source.name] = pool = source.open()
+        return pool
 
 
 def current_pool() -> CacheResidencyPool:
     """This process's handle on the pool that `use_pool` told of (see the module)."""
-    with _current.lock:
-        pool = _current.pool
-        if pool is None or not _usable(pool):
-            if pool is not None:
-                _let_go(pool)
-            _current.pool = pool = pool_settings().open()
-        return pool
+    return this_process(_handles.told or pool_settings())
+
+
+def use_pool_here(source: PoolSource | None) -> None:
+    """Let `current_pool` open this in this process and those it forks; None: as before."""
+    _handles.told = source
 
 
 def leave_current_pool() -> None:
-    """Close this process's handle, if it has one; `current_pool` would open another.
+    """Close this process's handles; `current_pool` would open another.
 
     An orderly exit does this by itself.
     """
-    with _current.lock:
-        pool, _current.pool = _current.pool, None
-        if pool is not None:
-            _let_go(pool)
+    with _handles.lock:
+        while _handles.pools:
+            _let_go(_handles.pools.popitem()[1])
+
+
+def _leave_at_exit() -> None:
+    """Also where `atexit` is not run: a child of multiprocessing runs finalizers of its own."""
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and _handles.left_at_exit != os.getpid():
+        _handles.left_at_exit = os.getpid()
+        util.Finalize(None, leave_current_pool, exitpriority=0)
 
 
 def _usable(pool: CacheResidencyPool) -> bool:

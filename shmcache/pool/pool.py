@@ -398,7 +398,8 @@ class CacheResidencyPool(LiveFilesPool):
         return f"<CacheResidencyPool{name} id={self.id} {self.limits}>"
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError("a pool does not cross processes: send its name and attach there")
+        way = "send its name and attach there" if self.name else "fork after it was made"
+        raise TypeError(f"a pool does not cross processes: {way} (see docs/workers.md)")
 
 
 def _geometry(limits: CachePoolLimits, options: dict[str, Any]) -> SegmentGeometry:
