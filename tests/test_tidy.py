@@ -85,7 +85,9 @@ def sources() -> Iterator[Source]:
     found += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     for path in sorted(found):
         relative = PurePosixPath(path.relative_to(ROOT))
-        if not path.is_file() or "__pycache__" in path.parts or str(relative) in GENERATED:
+        if not path.is_file() or str(relative) in GENERATED:
+            continue
+        if {"__pycache__", "corpus"} & set(path.parts):  # a corpus was written by a fuzzer
             continue
         try:
             yield Source(relative, path.read_text(encoding="utf-8"))

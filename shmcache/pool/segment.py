@@ -85,6 +85,8 @@ class SegmentGeometry(msgspec.Struct, frozen=True, kw_only=True):
             ("claims_max", self.claims_max, 0, bounds.CLAIMS_MAX_LIMIT),
             ("free_low_bytes", self.free_low_bytes, 0, bounds.ARENA_BYTES_LIMIT),
             ("free_high_bytes", self.free_high_bytes, 0, bounds.ARENA_BYTES_LIMIT),
+            ("eviction_policy", self.eviction_policy, 0, len(bounds.EVICTION_POLICIES) - 1),
+            ("flags", self.flags, 0, 2**32 - 1),
         ):
             bounds.bounded(value, what, low, high)
         bounds.bounded(self.mode, "mode", 0, 0o777)

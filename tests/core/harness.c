@@ -33,6 +33,7 @@ static uint64_t number_of_environment(const char *name, uint64_t otherwise)
     return text != NULL && *text != '\0' ? strtoull(text, NULL, 0) : otherwise;
 }
 
+#ifndef FUZZING
 int main(int count, char **arguments)
 {
     seed = number_of_environment("ENGINE_TEST_SEED", shmc_os_random());
@@ -50,6 +51,7 @@ int main(int count, char **arguments)
     fprintf(stderr, "name one test\n");
     return 2;
 }
+#endif
 
 /* ---- failing --------------------------------------------------------------------------------- */
 
@@ -65,7 +67,11 @@ void fail(const char *file, int line, const char *format, ...)
     fputc('\n', stderr);
     if (__sanitizer_print_stack_trace != NULL)
         __sanitizer_print_stack_trace();
+#ifdef FUZZING
+    abort(); /* which a fuzzer takes for a finding, and keeps the input */
+#else
     _exit(1);
+#endif
 }
 
 void expect_eq(const char *file, int line, const char *what, uint64_t expected, uint64_t actual)
@@ -86,6 +92,7 @@ void expect_status(const char *file, int line, const char *what, enum shmc_statu
 
 /* ---- randomness ------------------------------------------------------------------------------ */
 
+#ifndef FUZZING /* there tests/fuzz/choices.c chooses */
 static _Thread_local uint64_t random_state;
 
 void random_start(uint64_t stream)
@@ -106,6 +113,7 @@ uint64_t random_below(uint64_t limit)
 {
     return random_u64() % limit;
 }
+#endif
 
 uint64_t rounds(uint64_t usual)
 {

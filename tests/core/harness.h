@@ -45,6 +45,10 @@ void random_start(uint64_t stream);
 uint64_t random_u64(void);
 uint64_t random_below(uint64_t limit);
 
+#ifdef FUZZING
+void random_from(const uint8_t *data, size_t size); /* instead of a seed */
+#endif
+
 /* How often a randomised test repeats itself: its own figure times ENGINE_TEST_FACTOR. */
 uint64_t rounds(uint64_t usual);
 

@@ -34,7 +34,7 @@ def expect_swept(outcome: Outcome) -> None:
 
 
 def test_every_operation_killed_at_every_instruction(crash: Experiment) -> None:
-    """C21, C44, C46; recoverers and cleaners are killed after a sample of these deaths."""
+    """C03, C21, C44, C46; recoverers and cleaners are killed after a sample of these deaths."""
     outcome = crash("sweep", "--every", 7)
     expect_swept(outcome)
     assert outcome.total("recoverer_kill_points") > 1000

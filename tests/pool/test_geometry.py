@@ -249,3 +249,10 @@ def test_a_thousand_owners_attach_and_leave(pool_name: str) -> None:
         assert len(pool.sweep()) == 1022
         assert len(pool.owners()) == 1
         assert pool.verify().ok
+
+
+@pytest.mark.parametrize("wrong", [{"flags": -1}, {"flags": 1 << 32}, {"eviction_policy": 3}])
+def test_words_that_no_creator_chose_are_refused(wrong: dict[str, int]) -> None:
+    """A dump's header names a geometry, and anybody may have written it."""
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SegmentGeometry(limits=LIMITS, **wrong)
