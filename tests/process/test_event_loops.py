@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +12,7 @@ import shmcache as sc
 from tests.pool import raw
 from tests.process import kernel
 from tests.process.conftest import needs_filters
-from tests.support import Worker, wait_until
+from tests.support import ROOT, Worker, wait_until
 
 LIMITS = sc.CachePoolLimits(1, 10, 1, 0)
 WHOLE = sc.CachePoolUsage(host_bytes=10)
@@ -99,3 +101,33 @@ def test_a_stopped_process_of_many_waiters_costs_nothing(pool: sc.CacheResidency
         pool.reserve(WHOLE).release()
         worker.kill()
     expect_nothing_left(pool)
+
+
+EXITS = """
+import asyncio, sys
+import shmcache as sc
+
+pool = sc.CacheResidencyPool.attach(sys.argv[1])
+loop = asyncio.new_event_loop()
+wanted = sc.CachePoolUsage(host_bytes=1)
+
+async def one():
+    async with pool.reserve_async(wanted):
+        raise AssertionError
+
+tasks = [loop.create_task(one()) for _ in range(5)]
+loop.run_until_complete(asyncio.sleep(0.02))
+sys.exit(3)
+"""
+
+
+def test_an_exit_in_the_midst_of_waiting_is_orderly(pool: sc.CacheResidencyPool) -> None:
+    """The loop was never closed: the watcher's sleep ends, and nobody has to sweep."""
+    token = pool.reserve(WHOLE)
+    done = subprocess.run(
+        [sys.executable, "-c", EXITS, pool.name], capture_output=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 3, done.stderr
+    assert len(pool.owners()) == 1
+    assert waiters(pool) == 0
+    token.release()
