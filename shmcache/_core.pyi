@@ -1,6 +1,6 @@
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -150,6 +150,7 @@ class Arena(Attachment):
     def _for_key(self, operation: int, key: Key, flag: bool) -> bool: ...
     def _evict(self, nbytes: int) -> int: ...
     def _claim_once(self, key: Key) -> Claim | None: ...
+    def _claim_at_once(self, key: Key) -> Claim | Literal[False] | None: ...
     def _arena_numbers(
         self,
     ) -> tuple[

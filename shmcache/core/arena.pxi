@@ -557,13 +557,22 @@ cdef class Arena(Attachment):
 
     def _claim_once(self, key):
         """The claim, or None when another owner has it."""
+        return self._claim_now(key, False)
+
+    def _claim_at_once(self, key):
+        """The same without waiting for the lock: False when it is taken."""
+        return self._claim_now(key, True)
+
+    cdef object _claim_now(self, object key, bint at_once):
         cdef shmc_request request
         memset(&request, 0, sizeof(request))
         request.operation = SHMC_OP_CLAIM
         _read_key(key, request.key)
         cdef Claim claim = Claim.__new__(Claim)
         claim._key = bytes(key)
-        cdef int status = self._run_for_token(&request)
+        cdef int status = self._run_for_token(&request, at_once)
+        if status == SHMC_BUSY:
+            return False
         if status == SHMC_OK:
             claim._hold(self, &request)
             return claim

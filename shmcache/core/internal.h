@@ -178,6 +178,7 @@ uint64_t shmc_claim_bucket(const struct shmc_handle *handle, const uint64_t *key
 /* operations.c */
 enum shmc_status shmc_ended(const struct shmc_handle *handle);
 void shmc_wake_waiters(struct shmc_handle *handle);
+void shmc_mark_retired(struct shmc_handle *handle); /* the change itself, which wakes nobody */
 
 /* segment.c */
 uint64_t shmc_pin_row_bytes(uint64_t blocks);

@@ -50,7 +50,7 @@ static enum shmc_status retire(struct shmc_handle *handle, const struct shmc_req
 {
     if (request->attach_seq != handle->control->attach_seq)
         return SHMC_OWNERS_CHANGED;
-    shmc_retire(handle);
+    shmc_mark_retired(handle);
     return SHMC_OK;
 }
 
@@ -250,15 +250,20 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
     /* An ended pool says so at once, though a stopped process or a damaged mutex bar the lock. */
     bool in_any_state = works_in_any_state(request->operation);
     enum shmc_status status = in_any_state ? SHMC_OK : shmc_ended(handle);
-    if (status == SHMC_OK)
-        status = enter(handle, request, wait_ns);
     if (status != SHMC_OK)
         return status;
-    if (in_any_state) {
+    status = enter(handle, request, wait_ns);
+    if (status == SHMC_OK && in_any_state) {
         status = inspect(handle, request);
         leave(handle, request);
+        if (shmc_pool_state(handle) != SHMC_POOL_ACTIVE)
+            shmc_wake_waiters(handle);
         return status;
     }
+    if (status == SHMC_POISONED)
+        shmc_wake_waiters(handle); /* the lock was found damaged */
+    if (status != SHMC_OK)
+        return status;
     uint64_t used_blocks = handle->control->used_blocks;
     status = admission(handle, request->operation);
     if (status == SHMC_OK)
@@ -269,9 +274,15 @@ enum shmc_status shmc_perform(struct shmc_handle *handle, struct shmc_request *r
         status = SHMC_POISONED;
     }
     leave(handle, request);
-    if (gives_back(request, status, freed))
+    if (status == SHMC_POISONED || gives_back(request, status, freed))
         shmc_wake_waiters(handle);
     return status;
+}
+
+void shmc_retire(struct shmc_handle *handle)
+{
+    shmc_mark_retired(handle);
+    shmc_wake_waiters(handle);
 }
 
 /* ---- waiting for capacity ------------------------------------------------------------------ */

@@ -554,7 +554,7 @@ void shmc_poison(struct shmc_handle *handle)
     shmc_replace_seq_cst(&handle->gate->state, SHMC_POOL_ACTIVE, SHMC_POOL_POISONED);
 }
 
-void shmc_retire(struct shmc_handle *handle)
+void shmc_mark_retired(struct shmc_handle *handle)
 {
     shmc_store_release(&handle->gate->state, SHMC_POOL_RETIRED);
 }

@@ -34,7 +34,7 @@ class Held(Protocol):
         """Give it back."""
 
 
-_H = TypeVar("_H", bound=Held)
+_H = TypeVar("_H", bound=Held | None)
 
 
 class Admission(Coroutine[Any, Any, _H]):

@@ -156,6 +156,10 @@ class ArenaHolding(msgspec.Struct, frozen=True, gc=False):
     private_bytes: int
 
 
+class _Claimed(Exception):
+    """Another makes the block: the refusal of a claim."""
+
+
 class ArenaPool(_core.Arena):
     """The part of `CacheResidencyPool` that is about blocks. See the module."""
 
@@ -251,6 +255,39 @@ class ArenaPool(_core.Arena):
             claim.release()  # its maker was faster than our claim
             return lease
         return claim
+
+    def claim_async(
+        self, key: Key, *, timeout: float | None = None
+    ) -> Admission[_core.Lease | _core.Claim | None]:
+        """`claim` for an event loop: `await` what it answers, or `async with` it.
+
+        Waits up to `timeout` seconds, None: until it is cancelled. All else as `reserve_async`.
+        """
+        return Admission(self._claim_in_loop(bytes(memoryview(cast("bytes", key))), timeout))
+
+    async def _claim_in_loop(
+        self, key: bytes, timeout: float | None
+    ) -> _core.Lease | _core.Claim | None:
+        until_ns = deadline_ns(timeout)
+        if until_ns == 0:
+            return self.claim(key)
+
+        def attempt() -> _core.Lease | _core.Claim | _Claimed | None:
+            if (lease := self.lookup(key)) is not None:
+                return lease
+            claim = self._claim_at_once(key)
+            if not claim:
+                return None if claim is False else _Claimed()
+            if (lease := self.lookup(key)) is not None:
+                claim.release()  # its maker was faster than our claim
+                return lease
+            return claim
+
+        try:
+            answer = await admitted(self, ("claim", key), attempt, until_ns)
+        except _Claimed:
+            return None
+        return cast("_core.Lease | _core.Claim", answer)
 
     # -- published blocks by key
 

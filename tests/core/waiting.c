@@ -76,6 +76,63 @@ TEST(what_gives_back_wakes_who_waits)
     expect_woken_by(&waiting, clean_up_after_another);
 }
 
+struct watching {
+    struct shmc_handle *pools[2];
+    uint32_t seen[2], rung;
+    pid_t thread;
+};
+
+static void *wait_for_any(void *argument)
+{
+    struct watching *watching = argument;
+    __atomic_store_n(&watching->thread, gettid(), __ATOMIC_RELEASE);
+    while (shmc_rung() == watching->rung &&
+           shmc_release_counter(watching->pools[0]) == watching->seen[0] &&
+           shmc_release_counter(watching->pools[1]) == watching->seen[1])
+        shmc_wait_any(watching->pools, watching->seen, 2, watching->rung, 1000000000000ull);
+    return NULL;
+}
+
+static pthread_t begin_watching(struct watching *watching)
+{
+    pthread_t thread;
+    watching->thread = 0;
+    watching->rung = shmc_rung();
+    for (int k = 0; k < 2; k++)
+        watching->seen[k] = shmc_release_counter(watching->pools[k]);
+    EXPECT(pthread_create(&thread, NULL, wait_for_any, watching) == 0);
+    wait_for(thread_sleeps, &watching->thread);
+    return thread;
+}
+
+TEST(one_thread_waits_for_all_pools_and_the_doorbell)
+{
+    struct watching watching = {.pools = {new_pool(ROOMY), new_pool(ROOMY)}};
+    for (int k = 0; k < 2; k++) {
+        shmc_waiter_set(watching.pools[k], true);
+        MUST(reserve(watching.pools[k], U(1)));
+        struct shmc_token token = last.token;
+        pthread_t thread = begin_watching(&watching);
+        MUST(release(watching.pools[k], token));
+        EXPECT(pthread_join(thread, NULL) == 0);
+    }
+    pthread_t thread = begin_watching(&watching);
+    shmc_ring();
+    EXPECT(pthread_join(thread, NULL) == 0);
+}
+
+static enum shmc_status retire_without_the_lock(struct shmc_handle *pool)
+{
+    shmc_retire(pool);
+    return SHMC_OK;
+}
+
+TEST(the_end_of_the_pool_wakes_who_waits)
+{
+    struct waiting waiting = {.pool = new_pool(ROOMY)};
+    expect_woken_by(&waiting, retire_without_the_lock);
+}
+
 TEST(nobody_is_woken_without_a_flag)
 {
     struct shmc_handle *pool = new_pool(ROOMY);

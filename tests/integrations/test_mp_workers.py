@@ -173,6 +173,19 @@ def test_an_anonymous_pool_reaches_forked_workers() -> None:
             pickle.dumps(pool)
 
 
+def test_an_initializer_that_finds_no_pool_breaks_the_executor(pool_name: str) -> None:
+    with (
+        ProcessPoolExecutor(
+            1,
+            mp_context=multiprocessing.get_context("fork"),
+            initializer=join_pool,
+            initargs=(PoolName(pool_name),),
+        ) as executor,
+        pytest.raises(BrokenProcessPool),
+    ):
+        executor.submit(mp_tasks.read, KEY).result(PATIENCE_S)
+
+
 def test_a_worker_forks(pool: sc.CacheResidencyPool) -> None:
     with executor_of(pool, workers=1) as executor:
         before, within, after = executor.submit(mp_tasks.fork_and_use).result()
@@ -184,7 +197,7 @@ def test_a_worker_forks(pool: sc.CacheResidencyPool) -> None:
 # ---- multiprocessing -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", METHODS)
 def test_workers_that_are_recycled(pool: sc.CacheResidencyPool, method: str) -> None:
     context = multiprocessing.get_context(method)
     workers = context.Pool(2, join_pool, (PoolName.of(pool),), maxtasksperchild=1)

@@ -14,6 +14,7 @@ from shmcache import (
     CachePoolResource,
     CachePoolUsage,
     CacheResidencyPool,
+    Lease,
     SegmentError,
 )
 from shmcache.pool import watcher
@@ -261,6 +262,40 @@ def test_what_nobody_leases_is_evicted_for_a_reservation(arena: CacheResidencyPo
     run(main())
 
 
+def test_one_makes_a_block_and_the_others_lease_it(arena: CacheResidencyPool) -> None:
+    """Coroutines of this process, and one of another that is killed with its claim."""
+    key = b"k" * 32
+    made = []
+
+    async def need() -> bytes:
+        async with arena.claim_async(key) as answer:
+            if isinstance(answer, Lease):
+                return bytes(answer.memoryview())
+            made.append(answer)
+            await asyncio.sleep(0)
+            async with arena.allocate_async(4) as block:
+                block.memoryview()[:] = b"data"
+                block.publish(key).lease.release()
+            return b"data"
+
+    with Worker("from shmcache import CacheResidencyPool") as other:
+        other.call("pool = CacheResidencyPool.attach(name)", name=arena.name)
+        other.call("claim = pool.claim(b'k' * 32)")
+
+        async def main() -> None:
+            assert await arena.claim_async(key, timeout=0.01) is None
+            assert await arena.claim_async(key, timeout=0) is None
+            tasks = [asyncio.create_task(need()) for _ in range(50)]
+            await until(lambda: waiting_here() == 50, "all wait")
+            other.kill()
+            assert set(await asyncio.gather(*tasks)) == {b"data"}
+            assert len(made) == 1
+            arena.invalidate(key)
+            await nothing_left(arena)
+
+        run(main())
+
+
 # ---- the watcher ---------------------------------------------------------------------------------
 
 
@@ -339,6 +374,32 @@ def test_waiting_for_a_full_arena_is_no_spinning(
         run(arena.allocate_async(BLOCK, timeout=0.5))
     assert len(attempts) < 200  # two for each slice of 50 ms; it was 150,000
     blocks.clear()
+
+
+@pytest.fixture(scope="module")
+def uvloop() -> Any:
+    """The module; its first loop opens a pipe that stays for the life of the process."""
+    module = pytest.importorskip("uvloop", reason="uvloop is not installed (extra `test`)")
+    with asyncio.Runner(loop_factory=module.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))
+    return module
+
+
+def test_any_event_loop_will_do(pool: CacheResidencyPool, uvloop: Any) -> None:
+    token = pool.reserve(WHOLE)
+
+    async def main() -> None:
+        task = await begin(pool)
+        gone = await begin(pool)
+        gone.cancel()
+        token.release()
+        (await task).release()
+        with pytest.raises(CachePoolError.BudgetExceeded), await pool.reserve_async(WHOLE):
+            await pool.reserve_async(ONE, timeout=0.01)
+        await nothing_left(pool)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 def test_more_pools_than_the_kernel_waits_for_at_once(pool: CacheResidencyPool) -> None:

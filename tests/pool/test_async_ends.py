@@ -201,7 +201,7 @@ def test_the_checks_catch(
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, mutant)
             with pytest.raises(AssertionError):
-                await check(pool, 0.5)
+                await check(pool, 0.3)
 
     run(main())
     forget_everything()

@@ -334,11 +334,22 @@ def test_a_waiting_thread_sees_the_close(pool: CacheResidencyPool) -> None:
 def test_a_waiter_sees_that_the_pool_was_destroyed(
     pool: CacheResidencyPool, waiter: Worker
 ) -> None:
+    """At once: it is woken, for its slice would last an hour."""
     token = pool.reserve(WHOLE)
-    waiter.call("bounds.LOCK_SLICE_NS = 10**7")
     begin_waiting(pool, waiter)
     CacheResidencyPool.destroy(pool.name, force=True)
     with pytest.raises(WorkerError, match="Retired"):
+        waiter.finish()
+    token.release()
+
+
+def test_a_waiter_sees_that_the_pool_was_poisoned(pool: CacheResidencyPool, waiter: Worker) -> None:
+    token = pool.reserve(WHOLE)
+    begin_waiting(pool, waiter)
+    with raw.Segment(pool.fileno()) as segment:
+        segment.damage_total()
+    assert not pool.verify().ok
+    with pytest.raises(WorkerError, match="Poisoned"):
         waiter.finish()
     token.release()
 

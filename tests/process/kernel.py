@@ -33,6 +33,7 @@ _CALLS = {
     "statx": {"x86_64": 332, "aarch64": 291},
     "pidfd_open": {"x86_64": 434, "aarch64": 434},
     "openat2": {"x86_64": 437, "aarch64": 437},
+    "futex_waitv": {"x86_64": 449, "aarch64": 449},
 }
 _MACHINE = platform.machine()
 
