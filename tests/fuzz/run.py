@@ -8,7 +8,9 @@ reach new code are kept in a folder of the caller's (`--corpus`), by default a t
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -144,13 +146,23 @@ def main() -> int:
 
 def _can_run(name: str) -> bool:
     """Whether what a target needs is here; says so when it is not."""
-    if name in ENGINE_TARGETS and shutil.which("clang") is None:
-        print(f"{name}: not run, for there is no clang (Debian: clang libclang-rt-14-dev)")
+    if name in ENGINE_TARGETS and not _can_build():
+        print(f"{name}: not run, for there is no clang with libFuzzer (clang, libclang-rt-dev)")
         return False
     if name in TARGETS and importlib.util.find_spec("atheris") is None:
         print(f"{name}: not run, for there is no atheris (pip install atheris)")
         return False
     return True
+
+
+@functools.cache
+def _can_build() -> bool:
+    """Whether clang is here, and has its sanitizers and libFuzzer."""
+    if shutil.which("clang") is None:
+        return False
+    probe = "int LLVMFuzzerTestOneInput(const char *d, long n) { return d == 0 && n == 0; }"
+    command = ["clang", *SANITIZED, "-x", "c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=probe.encode(), check=False).returncode == 0
 
 
 if __name__ == "__main__":
