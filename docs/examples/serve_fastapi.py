@@ -9,7 +9,7 @@ import threading
 
 from fastapi import FastAPI, HTTPException, Request
 from prometheus_client import CollectorRegistry, make_asgi_app
-from serve_model import MODEL, TOKENS_MAX, generate
+from serve_model import BLOCK_TOKENS, MODEL, TOKENS_MAX, generate
 
 from shmcache import CachePoolError, SegmentError
 from shmcache.integrations.asgi import pool_lifespan
@@ -18,7 +18,11 @@ from shmcache.workloads.serving import serving_pool_sizes
 
 POOL = os.environ.get("POOL", "serve-model")
 limits, options = serving_pool_sizes(
-    MODEL.shape, servers=8, tokens_max=TOKENS_MAX, arena_bytes=256 << 20
+    MODEL.shape,
+    servers=8,
+    tokens_max=TOKENS_MAX,
+    arena_bytes=256 << 20,
+    block_tokens=BLOCK_TOKENS,
 )
 app = FastAPI(lifespan=pool_lifespan(POOL, limits, **options))
 registry = CollectorRegistry()

@@ -23,6 +23,7 @@ from shmcache.workloads.serving import ModelServer
 from shmcache.workloads.weights import load_model
 
 TOKENS_MAX = 2048  # of a prompt with its answer
+BLOCK_TOKENS = 16  # what prompts share, at least
 CACHE = Path(os.environ.get("MODEL_CACHE", "~/.cache/shmcache")).expanduser()
 MODEL = load_model(os.environ.get("MODEL", "smollm2"), CACHE)  # before the fork with preload_app
 
@@ -37,7 +38,8 @@ class Worker:
         """The server; another one after the pool was recreated."""
         pool = current_pool()
         if pool is not self.pool:
-            self.pool, self.server = pool, ModelServer(pool, MODEL)
+            self.pool = pool
+            self.server = ModelServer(pool, MODEL, block_tokens=BLOCK_TOKENS)
         return self.server
 
 

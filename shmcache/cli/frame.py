@@ -90,7 +90,8 @@ def _heading(view: View) -> Text:
         state = "retired"  # nobody finds it by its name any more
     text = Text.assemble((f"{view.name}  ", "bold"), (state, _STATE_STYLES.get(state, "bold red")))
     if view.taken is not None:
-        counts = f"{len(view.taken.owners)} owners, {len(view.taken.managers)} managers"
+        owners, managers = len(view.taken.owners), len(view.taken.managers)
+        counts = f"{owners} {_many('owner', owners)}, {managers} {_many('manager', managers)}"
         text.append(f"  {counts}, {view.taken.reservations} reservations", "dim")
         text.append(f"  epoch {view.taken.pool_id}", "dim")
     return text
@@ -276,3 +277,7 @@ def _footer(view: View) -> Text:
     if view.taken is not None and view.message:
         text.append(f"  {view.message}", "not dim yellow")
     return text
+
+
+def _many(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"

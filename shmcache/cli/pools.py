@@ -189,6 +189,8 @@ def owners(name: str) -> Answer:
                 "managers": owner.managers,
                 "reservations": owner.reservations,
                 "usage": owner.usage,
+                "leased_bytes": owner.leased_bytes,
+                "private_bytes": owner.private_bytes,
                 "command": owner.command,
             }
             for owner in records
@@ -200,12 +202,15 @@ def owners(name: str) -> Answer:
             *(row[key] for key in keys),
             "cleaning" if owner.cleaning else owner.verdict.value,
             *_usage_cells(owner.usage),
+            format_size(owner.leased_bytes),
+            format_size(owner.private_bytes),
             row["command"],
         )
         for owner, row in zip(records, listed, strict=True)
     )
     columns = ">slot >pid started >managers >reservations state >device >host >transfer >disk "
-    found: str | Table = table(columns + "command", rows) if records else "no owners"
+    columns += ">leased >private command"
+    found: str | Table = table(columns, rows) if records else "no owners"
     return Answer(document, (found,))
 
 

@@ -106,7 +106,7 @@ class _PersistenceInvalidPromptCachePath(PromptCachePersistenceError):
     path: Path
 
 
-@variant("{path} exists", hint="ask for its replacement, or choose another name")
+@variant("{path} exists", hint="replace_existing=True replaces it; or choose another name")
 class _PersistencePromptCacheExists(PromptCachePersistenceError):
     path: Path
 

@@ -38,9 +38,9 @@ QUESTIONS = [
 
 _EXPECTED = """
 import json, sys
-from serve_model import MODEL
+from serve_model import BLOCK_TOKENS, MODEL
 from shmcache.workloads.serving import ModelServer
-server = ModelServer(None, MODEL)
+server = ModelServer(None, MODEL, block_tokens=BLOCK_TOKENS)
 for text in json.loads(sys.argv[1]):
     tokens = [*MODEL.tokenizer.turn("user", text), *MODEL.tokenizer.reply()]
     print(server.answer_alone(tokens, tokens_max=int(sys.argv[2])).digest)
