@@ -91,7 +91,7 @@ def test_figures_are_the_snapshot_s(pool: sc.CacheResidencyPool) -> None:
     with pool.reserve(sc.CachePoolUsage(device_bytes=3 << 20)):
         taken = pool.snapshot()
     text = said(View(pool.name, taken))
-    assert f"{pool.name}  active  1 owners, 0 managers, 1 reservations" in text
+    assert f"{pool.name}  active  1 owner, 0 managers, 1 reservations" in text
     device = next(line for line in text.splitlines() if line.startswith("device"))
     assert "3.0M of  1.0G  peak  3.0M" in device
     assert taken.arena is not None
@@ -236,7 +236,7 @@ def test_keys_sort_reclaim_and_quit(pool: sc.CacheResidencyPool) -> None:
         screen.shows("order: charges")
         screen.type("r")
         screen.shows(f"gave back what {worker.pid} held")
-        screen.shows("1 owners")
+        screen.shows("1 owner")
         screen.type("q")
         assert screen.ended() == 0
 
