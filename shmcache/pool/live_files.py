@@ -36,6 +36,7 @@ from typing import Final
 
 import msgspec
 
+from shmcache._core import CachePoolMembership
 from shmcache.errors import CachePoolError, SegmentError
 from shmcache.pool.arena import ArenaPool
 
@@ -117,6 +118,7 @@ class LiveFilesPool(ArenaPool):
 
     _places: dict[int, _Places]
     _undeleted: dict[int, tuple[UndeletedFiles, ...]]
+    _kept: list[CachePoolMembership]
 
     def live_directory(self, place: str | os.PathLike[str]) -> LiveDirectory:
         """A directory for files that must not outlive this process, below `place`, which exists.
@@ -133,6 +135,10 @@ class LiveFilesPool(ArenaPool):
         finally:
             table.settle(self, wait=False)
         return LiveDirectory(self, table, real, path)
+
+    def keep_membership(self, membership: CachePoolMembership) -> None:
+        """Let a charge stand for files that could not be deleted, for as long as this handle."""
+        self._kept.append(membership)
 
     def _use(self, table: _Places, place: str, path: Path) -> None:
         known = place in table.users

@@ -184,7 +184,7 @@ class CacheResidencyPool(LiveFilesPool):
         return pool
 
     def _take(self, fd: int, name: str, *, owns_slot: bool = True) -> None:
-        self._places, self._undeleted = {}, {}
+        self._places, self._undeleted, self._kept = {}, {}, []
         self._attach(fd, name, CachePoolLimits, owns_slot)
         _open_pools[id(self)] = self
 

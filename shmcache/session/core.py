@@ -25,6 +25,7 @@ from shmcache.errors import (
     CacheResidencyError,
     CacheStorageError,
     ContractError,
+    SegmentError,
 )
 from shmcache.policy.identity import CacheBlockId, CacheTier
 from shmcache.policy.prompt_identity import PromptCacheModelIdentity
@@ -369,10 +370,19 @@ class SessionCore:
             setattr(row, name, getattr(row, name) + amount)
         self.telling.count()
 
-    def end(self) -> None:
-        """Let go of all memory, then leave the pool."""
+    def end(self, disk_bytes: int = 0) -> None:
+        """Let go of all memory, then leave the pool; not with files that could not be deleted.
+
+        Those stay charged, in this session's name, until the process leaves the pool: then whoever
+        sweeps deletes them first.
+        """
         for id in list(self.records):
             self.forget(id)
         self.tails.clear()
         self.telling.end()
+        if disk_bytes:
+            with contextlib.suppress(CachePoolError, SegmentError):  # of a pool that has ended
+                self.pool.update_manager(self.id, CachePoolUsage(disk_bytes=disk_bytes))
+                self.pool.keep_membership(self._membership)
+                return
         self._membership.release()

@@ -11,6 +11,7 @@ host; what it said is raised once, by whoever looks next.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Iterable
@@ -470,6 +471,13 @@ def remove_files(files: Iterable[BlockFile]) -> None:
             except LiveCachePublicationError.Io as error:
                 errors.append(CacheResidencyError.Io(error.action, error.path, error.source))
     raise_first(errors)
+
+
+def bytes_left(files: Iterable[BlockFile]) -> int:
+    """What files that should have been deleted still occupy."""
+    return sum(
+        file.payload_bytes for file in files if not file.persistent and os.path.lexists(file.path)
+    )
 
 
 def _discard(output: HostCopy | BlockFile) -> None:

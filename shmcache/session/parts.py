@@ -14,7 +14,7 @@ from shmcache.session.backend import CacheBackend, HostCopyOperation, HostMemory
 from shmcache.session.balance import Balance
 from shmcache.session.core import SessionCore
 from shmcache.session.demotions import Demotions
-from shmcache.session.disk import DiskTier, Leaving, remove_files
+from shmcache.session.disk import DiskTier, Leaving, bytes_left, remove_files
 from shmcache.session.fixed_state import FixedState
 from shmcache.session.generations import Generations, Retiring
 from shmcache.session.matching import Matching
@@ -110,7 +110,7 @@ class SessionParts:
                 try:
                     remove_files(files)
                 finally:
-                    self._leave(wait=True)
+                    self._leave(files, wait=True)
 
     def drop_handle(self) -> None:
         """The same from a finalizer: nothing is waited for."""
@@ -124,7 +124,7 @@ class SessionParts:
         with contextlib.suppress(CacheResidencyError):
             remove_files(files)
         self.disk.stop_soon()
-        self._leave(wait=False)
+        self._leave(files, wait=False)
 
     def _mark_closed(self) -> tuple[Retiring, list[BlockFile]]:
         """With the lock held: nothing more is begun, written files are deleted by their writer."""
@@ -134,13 +134,13 @@ class SessionParts:
         files = [record.storage.backing for record in core.records.values()]
         return retiring, [file for file in files if file is not None]
 
-    def _leave(self, *, wait: bool) -> None:
+    def _leave(self, files: list[BlockFile], *, wait: bool) -> None:
         if self.sharing is not None:
             self.sharing.clear()
         self.disk.close_directory(wait=wait)
         if self._cache is not None:
             self._cache.close()
-        self.core.end()
+        self.core.end(bytes_left(files))
         if self._own is not None:
             self._own.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shmcache import CachePoolLimits, CacheResidencyPool
 from shmcache.errors import CacheResidencyError
 from shmcache.states.storage import CacheStoragePhase as Phase
 from tests.session.rig import (
@@ -137,3 +138,32 @@ def test_live_files_are_safetensors(tmp_path: Path) -> None:
         assert sorted(arrays) == ["keys", "values"]
         assert np.array_equal(arrays["keys"], tokens(0, 4))
         assert np.array_equal(arrays["values"], -tokens(0, 4))
+
+
+def test_files_that_a_close_cannot_delete_stay_charged(
+    tmp_path: Path, pool_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the session's name, until the process has left and somebody has deleted them."""
+    limits = CachePoolLimits(1 << 20, 1 << 20, 1 << 20, 1 << 20)
+    with CacheResidencyPool.create(pool_name, limits, arena_bytes=0) as pool:
+        session = make(disk=(tmp_path, 320), pool=CacheResidencyPool.attach(pool_name))
+        worker = session.pool
+        on_disk(session, 2)
+        with monkeypatch.context() as patch:
+
+            def refuse(path: Path, **options: object) -> None:
+                raise PermissionError(1, "injected")
+
+            patch.setattr(os, "unlink", refuse)
+            with pytest.raises(CacheResidencyError.Io):
+                session.close()
+            assert pool.report().current_disk_bytes == 64
+            assert axes(pool.report())[:3] == (0, 0, 0)
+            session.close()  # idempotent
+            assert pool.report().current_disk_bytes == 64
+            worker.close()
+            assert pool.report().current_disk_bytes == 64
+        pool.sweep()
+        assert pool.report().current_disk_bytes == 0
+        assert not left_in(tmp_path)
+        assert pool.verify().ok
