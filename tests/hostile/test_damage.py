@@ -76,8 +76,11 @@ def used(pool_name: str) -> Iterator[sc.CacheResidencyPool]:
 
 @pytest.mark.parametrize(
     "area",
-    "header lock gate redo control owners managers manager_index reservations random claims "
-    "claim_index classes slabs blocks index pins policy rings".split(),
+    [
+        pytest.param("lock", marks=pytest.mark.ci),
+        *"header gate redo control owners managers manager_index reservations random claims "
+        "claim_index classes slabs blocks index pins policy rings".split(),
+    ],
 )
 def test_damage_is_answered_with_typed_errors(
     used: sc.CacheResidencyPool, area: str, seed: int

@@ -32,7 +32,9 @@ from tests.support import process_state, wait_until
 
 pytestmark = pytest.mark.watchdog(240)
 
-HOOKS = pytest.mark.parametrize("hooks", [True, False], ids=["hooks", "no hooks"])
+HOOKS = pytest.mark.parametrize(
+    "hooks", [True, pytest.param(False, marks=pytest.mark.ci)], ids=["hooks", "no hooks"]
+)
 CI_SECONDS = 30.0  # of load, with hooks and without
 
 
