@@ -87,6 +87,7 @@ def fuzz(name: str, seconds: int, folder: Path, kept: Path) -> Outcome:
     done = subprocess.run(
         [*command, str(inputs), *known],
         cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(folder)},  # a fuzzer ends without tidying up
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
